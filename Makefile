@@ -1,0 +1,45 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Tests run float32 on small nets: one torch thread a worker is fastest, and repeatable.
+TEST_ENV := OMP_NUM_THREADS=1 SDL_VIDEODRIVER=dummy WANDB_MODE=offline HF_HUB_OFFLINE=1
+
+.PHONY: demo test test-learning lint format docs clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python scripts/demo.py
+
+test: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not learning and not gpu"
+
+test-learning: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m learning --timeout 2700
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The pictures that the documentation shows, made anew.
+docs: $(VENV)/.demo
+	$(BIN)/python docs/make_pictures.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# PIP_CONSTRAINT holds for build environments too: nothing may pull another torch.
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q -e '.[dev]'
+	touch $@ $(VENV)/.demo

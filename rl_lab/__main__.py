@@ -1,0 +1,7 @@
+"""`python -m rl_lab …`: the same as the command `rl-lab`."""
+
+import sys
+
+from rl_lab.cli import main
+
+sys.exit(main())

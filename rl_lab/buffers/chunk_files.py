@@ -1,0 +1,171 @@
+"""Rows of a ring in files, so that saving again writes only what is new.
+
+Columns that never change are written once, in chunks of `chunk_rows` positions × all streams, named by their
+number: `chunk-00000012.pt`. The chunk still being filled is `tail-<cursor>.pt`. Columns that change later
+(latents, priorities) lie beside them, per chunk, as `mutable-00000012-<save>.pt`, again only where touched. No file
+that a restored or earlier checkpoint names is written over; files that no kept checkpoint names may be deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_lab.errors import CheckpointError
+from rl_lab.utils.files import write_atomic
+
+FORMAT = 1  # of an entry's meta
+
+Rows = dict[str, torch.Tensor]  # name -> (N, count, …) on the host
+Read = Callable[[Sequence[str], int, int], Rows]  # columns, first position, position after the last
+
+
+class ChunkFiles:
+    """Knows which files of one folder already hold which rows."""
+
+    def __init__(self, chunk_rows: int) -> None:
+        self.chunk_rows = chunk_rows
+        self.saves = 0
+        self._folder: Path | None = None
+        self._known: dict[str, dict[str, int]] = {}  # file name -> bytes, crc32, start, end
+        self._mutable: dict[int, str] = {}  # chunk -> file that holds its mutable columns as they are now
+
+    def touch(self, begin: int, end: int) -> None:
+        """Mutable columns changed at these positions."""
+        for chunk in range(begin // self.chunk_rows, (end - 1) // self.chunk_rows + 1):
+            self._mutable.pop(chunk, None)
+
+    def touch_all(self) -> None:
+        self._mutable.clear()
+
+    def save(
+        self, folder: Path, layout: Mapping[str, Any], begin: int, end: int, read: Read
+    ) -> dict[str, Any]:
+        """Bring the folder up to positions begin … end of a ring laid out as `layout` says.
+
+        returns: {"files": {name: {"bytes", "crc32"}}, "meta": …}, JSON-able
+        """
+        mutable = [*layout["mutable"], *layout["added"]]
+        fixed = [name for name in layout["columns"] if name not in mutable]
+        if self._folder != folder.resolve():  # another folder has none of our files
+            self._folder, self._known = folder.resolve(), {}
+            self.touch_all()
+        self.saves += 1
+        parts: dict[str, list[str]] = {"fixed": [], "mutable": []}
+        used: dict[str, dict[str, int]] = {}
+
+        def keep(kind: str, name: str, columns: Sequence[str], first: int, last: int) -> None:
+            if name not in self._known or not (folder / name).exists():
+                self._known[name] = _write(folder / name, read(columns, first, last), first, last)
+            used[name] = self._known[name]
+            parts[kind].append(name)
+
+        for chunk, first, last in self._chunks(begin, end):
+            complete = last == (chunk + 1) * self.chunk_rows
+            keep("fixed", f"chunk-{chunk:08d}.pt" if complete else f"tail-{last:012d}.pt", fixed, first, last)
+            if mutable:
+                name = self._mutable.setdefault(chunk, f"mutable-{chunk:08d}-{self.saves:08d}.pt")
+                keep("mutable", name, mutable, first, last)
+        self._known = used
+        files = {name: {"bytes": info["bytes"], "crc32": info["crc32"]} for name, info in used.items()}
+        spans = {
+            kind: [[name, used[name]["start"], used[name]["end"]] for name in parts[kind]] for kind in parts
+        }
+        meta = {"format": FORMAT, **layout, "cursor": end, "parts": spans}
+        return {"files": files, "meta": meta | {"chunk_rows": self.chunk_rows, "saves": self.saves}}
+
+    def load(
+        self, folder: Path, entry: Mapping[str, Any], layout: Mapping[str, Any]
+    ) -> Iterator[tuple[int, int, Rows]]:
+        """Start, end and rows of every file of a saved entry; then saving goes on from there."""
+        meta, files = entry["meta"], entry["files"]
+        for kind in ("fixed", "mutable"):
+            for name, start, end in meta["parts"][kind]:
+                if name not in files or Path(name).name != name:
+                    raise CheckpointError(
+                        f"the replay's list of files is damaged: '{name}' is not one of them"
+                    )
+                rows = _read(folder / name, files[name]["bytes"], start)
+                _check_shapes(folder / name, rows, meta, end - start)
+                yield start, end, rows
+        self.saves = int(meta["saves"])
+        self._folder = folder.resolve()
+        self._known, self._mutable = {}, {}
+        if meta["chunk_rows"] == self.chunk_rows and meta["mutable"] == layout["mutable"]:
+            spans = [span for kind in ("fixed", "mutable") for span in meta["parts"][kind]]
+            self._known = {name: {**files[name], "start": start, "end": end} for name, start, end in spans}
+            self._mutable = {start // self.chunk_rows: name for name, start, _ in meta["parts"]["mutable"]}
+
+    def _chunks(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        for chunk in range(begin // self.chunk_rows, -(-end // self.chunk_rows)):
+            first = chunk * self.chunk_rows
+            yield chunk, max(begin, first), min(end, first + self.chunk_rows)
+
+
+def check_layout(meta: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    """CheckpointError, with both sides, unless saved rows fit a ring of this layout. Added columns may differ."""
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"replay of format {meta.get('format')} cannot be read; this version reads {FORMAT}"
+        )
+    for what in ("num_streams", "capacity"):
+        if meta[what] != layout[what]:
+            raise CheckpointError(
+                f"the saved replay has {what} {meta[what]}, but this run's config asks for {layout[what]}: "
+                "set it back, or start a new run"
+            )
+    here, saved = (
+        {name: spec for name, spec in side["columns"].items() if name not in side["added"]}
+        for side in (layout, meta)
+    )
+    differ = [
+        f"'{name}' is {_brief(here.get(name))} here and {_brief(saved.get(name))} there"
+        for name in sorted({*here, *saved})
+        if here.get(name) != saved.get(name)
+    ]
+    if differ:
+        raise CheckpointError(f"the saved replay has other columns: {'; '.join(differ)}")
+
+
+def _check_shapes(path: Path, rows: Rows, meta: Mapping[str, Any], count: int) -> None:
+    for name, value in rows.items():
+        expected = (meta["num_streams"], count, *meta["columns"].get(name, {}).get("shape", ()))
+        if name not in meta["columns"] or tuple(value.shape) != expected:
+            raise CheckpointError(
+                f"replay file {path} holds '{name}' as {tuple(value.shape)}, where {expected} was saved: it is damaged"
+            )
+
+
+def _brief(spec: Mapping[str, Any] | None) -> str:
+    return f"{spec['dtype']} {tuple(spec['shape'])}" if spec else "absent"
+
+
+def _write(path: Path, rows: Rows, start: int, end: int) -> dict[str, int]:
+    size, crc = write_atomic(path, lambda file: torch.save({"start": start, "columns": rows}, file))
+    return {"bytes": size, "crc32": crc, "start": start, "end": end}
+
+
+def _read(path: Path, size: int, start: int) -> Rows:
+    """Rows of one file, mapped rather than read, so that loading needs no second copy in memory."""
+    try:
+        if path.stat().st_size != size:
+            raise CheckpointError(
+                f"replay file {path} has {path.stat().st_size:,} bytes, but {size:,} were written: it is damaged"
+            )
+        content = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        rows = dict(content["columns"])
+        if content["start"] != start:
+            raise CheckpointError(f"replay file {path} begins at row {content['start']}, not at {start}")
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(f"replay file {path} is missing") from None
+    except Exception as error:  # whatever a damaged file makes of the reader
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"replay file {path} cannot be read: it is damaged ({reason[0][:200]})"
+        ) from None
+    return rows

@@ -1,0 +1,238 @@
+"""The door for plain trajectories: what most people return from a step, turned into stored rows.
+
+The plain form of step k is the observation o_k that the agent saw, the action a_k it took, and the reward r_k
+and end d_k that *followed*. A stored row is what *arrived together*: so row k takes its reward and end from the
+step before.
+
+    row k  =  o_k,  reward r_{k-1},  terminated / truncated d_{k-1},  is_first,  action a_k
+
+The environments reset themselves on the step after an end (Gymnasium's NextStep), so with an end at step 2:
+
+    step         0        1        2        3         4
+    seen         o_0      o_1      o_2      o_3       o_4        o_3 is the last observation of the episode,
+    taken        a_0      a_1      a_2      (ignored) a_4        o_4 the first of the next one
+    followed by  r_0      r_1      r_2 end  0         r_4
+
+    row          0        1        2        3         4
+    obs          o_0      o_1      o_2      o_3       o_4
+    reward       0        r_0      r_1      r_2       0
+    ended        no       no       no       yes       no
+    is_first     yes      no       no       no        yes
+    action       a_0      a_1      a_2      zeros     a_4
+
+Nothing is shifted against anything else, and nothing is dropped: reward and end wait here for one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_lab.errors import ConfigError, closest
+from rl_lab.records import OBS_PREFIX, ArraySpec, Spec
+
+ENDS = ("dones", "terminated", "truncated")
+ONE_HOT_TOLERANCE = 1e-3  # one-hot samples with a straight-through gradient are ones only up to rounding
+
+
+class PlainDoor:
+    """Turns plain steps of N environments into rows, remembering the last reward and end of each.
+
+    extras: further columns that the trajectory brings and the buffer stores as they are.
+    """
+
+    def __init__(self, spec: Spec, extras: Mapping[str, ArraySpec] | None = None) -> None:
+        self.spec = spec
+        self.extras = dict(extras or {})
+        self._reward: np.ndarray | None = None  # (N,) that followed the last step; None before the first call
+        self._terminated = self._truncated = np.zeros(0, dtype=bool)
+        self._first = np.zeros(0, dtype=bool)  # whether the next row is the first of an episode
+
+    @staticmethod
+    def is_plain(trajectory: Mapping[str, Any]) -> bool:
+        """Whether a trajectory has the plain form rather than stored rows."""
+        return "observations" in trajectory or "rewards" in trajectory
+
+    def convert(self, trajectory: Mapping[str, Any] | None) -> dict[str, np.ndarray] | None:
+        """Rows for `buffer.add`; None when there is nothing in the trajectory.
+
+        trajectory: observations (one array, or a dict by name), actions (indices or one-hot), rewards, and `dones`
+            and / or `terminated`, `truncated`; each (N, …), or (N, T, …) for T steps at once. `dones` alone counts as
+            terminated: only the other two can say that time ran out.
+        returns: columns (N, …), or (N, T, …) as given
+        """
+        if trajectory is None:
+            return None
+        self._check_keys(trajectory)
+        observations, lead = self._observations(trajectory["observations"])
+        if 0 in lead:
+            return None
+        reward = _shaped("rewards", _array(trajectory["rewards"]), lead).astype(np.float32)
+        terminated, truncated = self._ends(trajectory, lead)
+        rows = {OBS_PREFIX + name: value for name, value in observations.items()}
+        rows["action"] = self._actions(_array(trajectory["actions"]), lead)
+        for name, spec in self.extras.items():
+            rows[name] = _shaped(name, _array(trajectory[name]), (*lead, *spec.shape))
+        steps = 1 if len(lead) == 1 else lead[1]
+        arrived = self._shift(*(flow.reshape(lead[0], steps) for flow in (reward, terminated, truncated)))
+        rows |= {name: value.reshape(lead) for name, value in arrived.items()}
+        rows["action"][rows["terminated"] | rows["truncated"]] = 0
+        return rows
+
+    def restart(self, streams: Sequence[int] | None = None) -> None:
+        """These environments (all: None) were reset from outside; their next row begins an episode."""
+        if self._reward is not None:
+            which = slice(None) if streams is None else list(streams)
+            self._reward[which] = 0
+            self._terminated[which] = self._truncated[which] = False
+            self._first[which] = True
+
+    def get_state(self) -> dict[str, Any]:
+        if self._reward is None:
+            return {}
+        flags = {"terminated": self._terminated, "truncated": self._truncated, "first": self._first}
+        return {
+            name: torch.from_numpy(value.copy()) for name, value in {"reward": self._reward, **flags}.items()
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            self._reward = None
+            return
+        self._reward, self._terminated, self._truncated, self._first = (
+            state[name].numpy().copy() for name in ("reward", "terminated", "truncated", "first")
+        )
+
+    def _shift(
+        self, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """What followed each step (N, T) as what arrived with each row (N, T); see the table above."""
+        streams, steps = reward.shape
+        if self._reward is None:
+            self._reward = np.zeros(streams, dtype=np.float32)
+            self._terminated, self._truncated = np.zeros(streams, dtype=bool), np.zeros(streams, dtype=bool)
+            self._first = np.ones(streams, dtype=bool)
+        if len(self._reward) != streams:
+            raise ConfigError(
+                f"the trajectory has {streams} environments, but the last one had {len(self._reward)}"
+            )
+        arrived: dict[str, list[np.ndarray]] = {
+            "reward": [],
+            "terminated": [],
+            "truncated": [],
+            "is_first": [],
+        }
+        for step in range(steps):
+            row = (self._reward, self._terminated, self._truncated, self._first)
+            for values, value in zip(arrived.values(), row):
+                values.append(value)
+            ended = self._terminated | self._truncated
+            if np.any(reward[ended, step] != 0) or np.any((terminated | truncated)[ended, step]):
+                raise ConfigError(
+                    "the step after an episode's end came with a reward or another end, so it was not a reset: this "
+                    "door reads environments that reset on the next step (rl_lab.make_env, or Gymnasium's "
+                    "AutoresetMode.NEXT_STEP)"
+                )
+            self._reward = reward[:, step].copy()
+            self._terminated, self._truncated = terminated[:, step].copy(), truncated[:, step].copy()
+            self._first = ended
+        return {name: np.stack(values, axis=1) for name, values in arrived.items()}
+
+    def _check_keys(self, trajectory: Mapping[str, Any]) -> None:
+        known = ("observations", "actions", "rewards", *ENDS, *self.extras)
+        for key in trajectory:
+            if key not in known:
+                raise ConfigError(f"a plain trajectory has no '{key}'.{closest(key, known)}")
+        needed = ["observations", "actions", "rewards", *self.extras]
+        if not {"terminated", "truncated"} <= set(trajectory):
+            needed.append("dones")
+        missing = [key for key in needed if key not in trajectory]
+        if missing:
+            raise ConfigError(f"the trajectory lacks '{missing[0]}'; it has {sorted(trajectory)}")
+
+    def _observations(self, given: Any) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
+        """Observations by name, and the leading dimensions (N,) or (N, T) that all arrays must have."""
+        specs = self.spec.observations
+        named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(list(specs)[:1], given)
+        if set(named) != set(specs):
+            raise ConfigError(f"observations are {sorted(named)}, but the environment gives {sorted(specs)}")
+        arrays = {name: _array(named[name]) for name in specs}
+        name, spec = next(iter(specs.items()))
+        timed = arrays[name].ndim == len(spec.shape) + 2
+        lead = arrays[name].shape[: 2 if timed else 1]
+        for name, spec in specs.items():
+            value = _shaped(f"observations '{name}'", arrays[name], (*lead, *spec.shape))
+            if not np.can_cast(value.dtype, spec.dtype, "same_kind"):
+                raise ConfigError(
+                    f"observations '{name}' are {value.dtype}, but the environment gives {spec.dtype}"
+                )
+            arrays[name] = value.astype(spec.dtype, copy=False)
+        return arrays, lead
+
+    def _ends(self, trajectory: Mapping[str, Any], lead: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        given = {
+            name: _shaped(name, _array(trajectory[name]), lead).astype(bool)
+            for name in ENDS
+            if name in trajectory
+        }
+        dones = given.get("dones")
+        if "terminated" in given and "truncated" in given:
+            either = given["terminated"] | given["truncated"]
+            if dones is not None and np.any(dones != either):
+                raise ConfigError(
+                    "'dones' is not what 'terminated' or 'truncated' say; leave one of them out"
+                )
+            return given["terminated"], given["truncated"]
+        assert dones is not None
+        if "terminated" in given:
+            return given["terminated"], dones & ~given["terminated"]
+        truncated = given.get("truncated", np.zeros(lead, dtype=bool))
+        return dones & ~truncated, truncated
+
+    def _actions(self, value: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
+        """Actions as they are stored, in fresh memory."""
+        action = self.spec.action
+        stored = (*lead, *action.shape)
+        if action.kind == "continuous":
+            return _shaped("actions", value, stored).astype(np.float32)
+        if value.shape != stored and value.shape == (*lead, action.size):
+            value = self._from_one_hot(value)
+        elif value.shape != stored:
+            raise ConfigError(
+                f"actions have shape {value.shape}, but {stored} (indices) or {(*lead, action.size)} (one-hot) is expected"
+            )
+        indices = value.astype(np.int64)
+        choices = np.array(action.choices) if action.shape else action.choices[0]
+        if np.any(indices != value) or np.any(indices < 0) or np.any(indices >= choices):
+            raise ConfigError(
+                f"actions must be whole numbers from 0, below {action.choices}; got {value.reshape(-1)[:8]}"
+            )
+        return indices
+
+    def _from_one_hot(self, value: np.ndarray) -> np.ndarray:
+        """Indices of one-hot choices side by side, (…, sum of choices) -> (…,) or (…, k)."""
+        indices = []
+        for choice in np.split(value, np.cumsum(self.spec.action.choices)[:-1], axis=-1):
+            index = choice.argmax(-1)
+            exact = np.eye(choice.shape[-1])[index]
+            if np.abs(choice - exact).max() > ONE_HOT_TOLERANCE:
+                raise ConfigError(
+                    "actions have the shape of one-hot vectors, but are not: each needs a single 1"
+                )
+            indices.append(index)
+        return np.stack(indices, axis=-1) if self.spec.action.shape else indices[0]
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def _shaped(what: str, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if value.shape != shape:
+        raise ConfigError(
+            f"{what} have shape {value.shape}, but {shape} is expected: environments first, then time"
+        )
+    return value

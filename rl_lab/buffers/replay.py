@@ -1,0 +1,400 @@
+"""Replay: the newest rows of N environments, on the training device or in host memory.
+
+Each environment (stream) has a ring of rows; all rings advance together. A sequence is a run of neighbouring
+rows of one stream, so drawing a batch is index arithmetic on the host, from a CPU generator: the same seed
+draws the same sequences on any device. Only the B starts travel to the device.
+
+On CUDA, call `add`, `sample` and `write_back` on one stream: their order is then the order on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_lab.buffers.batches import MaskedIndex, allocate, copy_batch, to_device
+from rl_lab.buffers.chunk_files import ChunkFiles, Rows, check_layout
+from rl_lab.buffers.columns import Columns, as_rows, choose_storage, row_bytes
+from rl_lab.buffers.late_writes import MOST_WAITING, LateWrites
+from rl_lab.buffers.ring import Ring
+from rl_lab.buffers.samplers import Sampler, SamplerFactory, make_sampler, sampler_key
+from rl_lab.errors import CheckpointError, ConfigError, closest
+from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
+
+Array = np.ndarray | torch.Tensor
+
+
+class ReplayBuffer:
+    """A ring of rows per environment.
+
+    columns:     name -> shape and dtype of one row's array (dtype "bfloat16" is allowed)
+    capacity:    rows in all streams together; each stream holds capacity // num_streams
+    device:      where batches are wanted
+    storage:     "device", "host", or "auto": the device when the rows take under half of its free memory
+    mutable:     columns that `write_back` and `write` may change after they were added
+    samplers:    more samplers for BatchSpec.sampler to name, beside "uniform" and "online"
+    chunk_rows:  positions per checkpoint file
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, ArraySpec],
+        *,
+        capacity: int,
+        num_streams: int,
+        device: torch.device | str = "cpu",
+        storage: str = "auto",
+        mutable: Sequence[str] = (),
+        samplers: Mapping[str, SamplerFactory] | None = None,
+        chunk_rows: int = 1024,
+    ) -> None:
+        if capacity < num_streams or num_streams < 1:
+            raise ConfigError(
+                f"a buffer of {capacity} rows cannot serve {num_streams} environments; raise its capacity"
+            )
+        for name in mutable:
+            if name not in columns:
+                raise ConfigError(f"mutable column '{name}' is not a column.{closest(name, columns)}")
+        self.device = torch.device(device)
+        self.num_streams = num_streams
+        self.ring = Ring(num_streams, capacity // num_streams)
+        estimate = num_streams * self.ring.capacity * sum(row_bytes(spec) for spec in columns.values())
+        place = choose_storage(storage, self.device, estimate)
+        self._columns = Columns(num_streams, self.ring.capacity, place)
+        for name, spec in columns.items():
+            self._columns.allocate(name, spec)
+        self._mutable = list(mutable)
+        self._added: list[str] = []
+        self._factories = dict(samplers or {})
+        self._samplers: dict[str, Sampler] = {}
+        self._specs: dict[str, BatchSpec] = {}  # what each sampler draws for
+        self._staging: dict[BatchSpec, tuple[Batch, torch.cuda.Event | None]] = {}
+        self._late = LateWrites(self._write_rows)
+        self._files = ChunkFiles(chunk_rows)
+
+    # ---------------------------------------------------------------- what it holds
+
+    @property
+    def columns(self) -> dict[str, ArraySpec]:
+        return dict(self._columns.specs)
+
+    @property
+    def storage_device(self) -> torch.device:
+        return self._columns.device
+
+    @property
+    def on_host(self) -> bool:
+        return self.storage_device.type == "cpu"
+
+    @property
+    def size(self) -> int:
+        """Rows stored, over all streams."""
+        return self.ring.stored * self.num_streams
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit, over all streams."""
+        return self._columns.rows
+
+    @property
+    def total_rows(self) -> int:
+        """Rows ever added to each stream, which is also the position after the newest row."""
+        return self.ring.cursor
+
+    @property
+    def oldest_position(self) -> int:
+        return self.ring.oldest
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Stored bytes of one row, with the host's note of its age in the episode."""
+        return sum(row_bytes(spec) for spec in self._columns.specs.values()) + self.ring.age.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Memory when full."""
+        return self.capacity * self.bytes_per_row
+
+    def describe(self) -> str:
+        """The memory estimate, in a line."""
+        place = str(self.storage_device)
+        if self.device.type == "cuda" and self.on_host:
+            place = "host memory, sent through pinned memory"
+        return (
+            f"{self.capacity:,} rows ({self.num_streams} × {self.ring.capacity:,}) × {self.bytes_per_row:,} bytes = "
+            f"{self.nbytes / 1e9:.2f} GB when full, {place}"
+        )
+
+    # ---------------------------------------------------------------- adding
+
+    def add(self, rows: Mapping[str, Array]) -> None:
+        """Store one row per stream, name -> (N, …), or T rows at once, name -> (N, T, …).
+
+        `is_first` is read on the host: give it as a host array, or adding waits for the device. Columns made by
+        `add_column` may be left out; they are zero until written.
+        """
+        specs = self._columns.specs
+        missing = [name for name in specs if name not in rows and name not in self._added]
+        unknown = [name for name in rows if name not in specs]
+        if missing or unknown:
+            fault = f"lacks column '{missing[0]}'" if missing else f"has an unknown column '{unknown[0]}'"
+            raise ConfigError(f"a row {fault}: rows bring {sorted(rows)}, the buffer stores {sorted(specs)}")
+        name, value = next(iter(rows.items()))
+        timed = value.ndim == len(specs[name].shape) + 2
+        steps = int(value.shape[1]) if timed else 1
+        lead = (self.num_streams, steps) if timed else (self.num_streams,)
+        tensors = {name: as_rows(name, value, specs[name], lead) for name, value in rows.items()}
+        if not timed:
+            tensors = {name: value.unsqueeze(1) for name, value in tensors.items()}
+        self._late.settle(leave=MOST_WAITING)
+        done = 0
+        while done < steps:  # up to the end of the ring at a time
+            count = min(steps - done, self.ring.capacity - self.ring.cursor % self.ring.capacity)
+            self._add_run({name: value[:, done : done + count] for name, value in tensors.items()}, count)
+            done += count
+
+    def _add_run(self, rows: Mapping[str, torch.Tensor], count: int) -> None:
+        begin = self.ring.cursor
+        slot = begin % self.ring.capacity
+        for name in self._columns.specs:
+            target = self._columns.rings[name][:, slot : slot + count]
+            if name not in rows:
+                target.zero_()
+            elif rows[name].device == target.device or not target.is_cuda:
+                target.copy_(rows[name])
+            else:  # pinned, so that the host need not wait
+                target.copy_(rows[name].contiguous().pin_memory(), non_blocking=True)
+        never = np.zeros((self.num_streams, count), dtype=bool)
+        first = rows["is_first"].cpu().numpy() if "is_first" in rows else never
+        for step in range(count):
+            self.ring.advance(first[:, step])
+            for sampler in self._samplers.values():
+                sampler.on_add(begin + step)
+        self._files.touch(begin, begin + count)
+
+    # ---------------------------------------------------------------- sampling
+
+    def ready(self, spec: BatchSpec) -> bool:
+        """Whether a batch can be drawn."""
+        return self._sampler(spec).available() > 0
+
+    def shortage(self, spec: BatchSpec) -> str:
+        """Why a batch cannot be drawn yet; "" when it can."""
+        if self.ready(spec):
+            return ""
+        held = f"the buffer holds {self.ring.stored} rows per environment"
+        if spec.boundary == "within" and self.ring.stored >= spec.rows:
+            return f"{held}, but no episode in it has the {spec.rows} rows that a sequence needs"
+        return f"{held}, and a sequence needs {1 if spec.boundary == 'pad' else spec.rows}"
+
+    def make_batch(self, spec: BatchSpec, *, device: torch.device | str | None = None) -> Batch:
+        """An empty batch for `sample(out=…)`, on the training device. On the host it is pinned where that helps."""
+        self._sampler(spec)
+        place = self.device if device is None else torch.device(device)
+        pin = place.type == "cpu" and self.device.type == "cuda"
+        return allocate(self._columns.specs, spec, place, pin)
+
+    def sample(self, spec: BatchSpec, *, generator: torch.Generator, out: Batch | None = None) -> Batch:
+        """Fill `out` (or a new batch) with sequences. generator: on the CPU"""
+        sampler = self._sampler(spec)
+        if not sampler.available():
+            raise ConfigError(f"nothing to sample: {self.shortage(spec)}")
+        self._late.settle(leave=MOST_WAITING)
+        stream, position = sampler.draw(spec.size, generator)
+        out = self.make_batch(spec) if out is None else out
+        assert out.index is not None
+        if out.index.stream.device.type == self.storage_device.type:
+            self._fill(out, spec, stream, position)
+        else:
+            staging, sent = self._stage(spec, out)
+            if sent is not None:
+                sent.synchronize()  # the last batch may still be on its way out of the same memory
+            self._fill(staging, spec, stream, position)
+            copy_batch(staging, out)
+            if sent is not None:
+                sent.record()
+        return out
+
+    def undo(self, spec: BatchSpec) -> None:
+        """Give back what the sampler took for the last batch, to draw it again later (see BatchStream)."""
+        self._sampler(spec).undo()
+
+    def _fill(self, out: Batch, spec: BatchSpec, stream: np.ndarray, position: np.ndarray) -> None:
+        """Fetch the rows from each start on into `out`, which lies where the rows are."""
+        assert out.index is not None
+        place = self.storage_device
+        starts = to_device(torch.from_numpy(np.stack([stream, position])), place)  # (2, B)
+        out.index.stream.copy_(starts[0])
+        out.index.position.copy_(starts[1])
+        flat_mask = None
+        if out.mask is not None:
+            anchor = 0 if spec.pad == "right" else spec.rows - 1
+            mask = self.ring.episode_mask(stream, position, spec.rows, anchor)
+            out.mask.copy_(to_device(torch.from_numpy(mask), place))
+            flat_mask = out.mask.view(-1)
+        index = self._columns.index(starts[0], starts[1], 0, spec.rows).view(-1)
+        for name, value in out.columns.items():
+            self._columns.gather(name, index, value, flat_mask)
+
+    def _sampler(self, spec: BatchSpec) -> Sampler:
+        """The sampler of a BatchSpec, made when it is first asked for."""
+        key = sampler_key(spec)
+        if key not in self._samplers:
+            if spec.rows > self.ring.capacity:
+                raise ConfigError(
+                    f"sequences of {spec.rows} rows do not fit into a buffer of {self.ring.capacity} rows for each of "
+                    f"{self.num_streams} environments: give it a capacity of at least {spec.rows * self.num_streams}"
+                )
+            if spec.boundary != "cross" and "is_first" not in self._columns.specs:
+                raise ConfigError(
+                    f"boundary '{spec.boundary}' needs the column 'is_first', which is not stored"
+                )
+            self._samplers[key] = make_sampler(self.ring, spec, self._factories)
+            self._specs[key] = replace(spec, keys=None)
+        return self._samplers[key]
+
+    def _stage(self, spec: BatchSpec, out: Batch) -> tuple[Batch, torch.cuda.Event | None]:
+        """A batch beside the rows, on the way to one on another device."""
+        spec = replace(spec, keys=tuple(out.columns))
+        if spec not in self._staging:
+            event = torch.cuda.Event() if self.device.type == "cuda" else None
+            self._staging[spec] = (self.make_batch(spec, device=self.storage_device), event)
+        return self._staging[spec]
+
+    # ---------------------------------------------------------------- changing stored rows
+
+    def write_back(self, index: RowIndex, columns: Mapping[str, torch.Tensor], *, offset: int) -> None:
+        """Replace mutable columns of sampled rows. columns: name -> (B, L, …), for rows offset … offset+L of each.
+
+        Rows overwritten since they were sampled, and padding, are dropped, without asking the device anything.
+        Where sequences of a batch share rows, the last one wins on the CPU, any one on a GPU.
+        """
+        if not columns:
+            return
+        self._check_mutable(columns)
+        length = next(iter(columns.values())).shape[1]
+        for name, value in columns.items():
+            as_rows(name, value, self._columns.specs[name], (len(index.stream), length))
+        if index.stream.is_cuda and self.on_host:
+            small = {name: value.to(self._columns.rings[name].dtype) for name, value in columns.items()}
+            self._late.push(index, small, offset)
+        else:
+            self._write_rows(index, columns, offset)
+        self._files.touch_all()
+
+    def _write_rows(self, index: RowIndex, columns: Mapping[str, torch.Tensor], offset: int) -> None:
+        count = next(iter(columns.values())).shape[1]
+        steps = torch.arange(offset, offset + count, device=index.position.device)
+        position = index.position[:, None] + steps  # (B, L)
+        held = (position >= self.ring.oldest) & (position < self.ring.cursor)
+        if isinstance(index, MaskedIndex) and index.mask is not None:
+            held = held & index.mask[:, offset : offset + count]
+        where = self._columns.index(index.stream, index.position, offset, count)
+        where = torch.where(held, where, self._columns.spare).view(-1)
+        for name, value in columns.items():
+            self._columns.scatter(name, where, value.detach())
+
+    def read(self, position: int, count: int) -> Batch:
+        """Rows position … position+count of every stream, (N, count, …), on the training device."""
+        self._check_held(position, count)
+        streams = torch.arange(self.num_streams, device=self.device)
+        rows = self._rows(list(self.columns), position, count, self.device)
+        return Batch(rows, RowIndex(streams, torch.full_like(streams, position)))
+
+    def write(self, position: int, columns: Mapping[str, torch.Tensor]) -> None:
+        """Replace mutable or added columns of neighbouring rows. columns: name -> (N, count, …)"""
+        self._check_mutable(columns)
+        for name, value in columns.items():
+            count = int(value.shape[1])
+            self._check_held(position, count)
+            rows = as_rows(name, value, self._columns.specs[name], (self.num_streams, count))
+            self._columns.write(name, position, rows)
+            self._files.touch(position, position + count)
+
+    def add_column(self, name: str, spec: ArraySpec) -> None:
+        """A new mutable column, zero until written. Asking again for the same one changes nothing."""
+        present = self._columns.specs.get(name)
+        if present is None:
+            self._columns.allocate(name, spec)
+            self._added.append(name)
+            self._files.touch_all()
+        elif present != spec:
+            raise ConfigError(
+                f"column '{name}' exists as {present.dtype} {present.shape}, not {spec.dtype} {spec.shape}"
+            )
+
+    def _check_mutable(self, columns: Mapping[str, Any]) -> None:
+        allowed = [*self._mutable, *self._added]
+        for name in columns:
+            if name not in allowed:
+                raise ConfigError(f"column '{name}' cannot be changed once stored.{closest(name, allowed)}")
+
+    def _check_held(self, position: int, count: int) -> None:
+        if position < self.ring.oldest or position + count > self.ring.cursor or count < 0:
+            held = f"{self.ring.oldest} to {self.ring.cursor}"
+            raise ConfigError(f"rows {position} to {position + count} are not held; the buffer holds {held}")
+
+    def _rows(self, names: Sequence[str], position: int, count: int, device: torch.device) -> Rows:
+        """Copies (N, count, …) of neighbouring rows of all streams."""
+        self._late.settle()
+        return {name: self._columns.read(name, position, count).to(device) for name in names}
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def get_state(self) -> dict[str, Any]:
+        """State of the samplers. The rows are saved by `checkpoint`."""
+        return {
+            "samplers": [
+                {"spec": asdict(self._specs[key]), "state": sampler.get_state()}
+                for key, sampler in self._samplers.items()
+            ]
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take back the samplers, also those of BatchSpecs not asked for yet: rows may be added before they are."""
+        for saved in state["samplers"]:
+            self._sampler(BatchSpec(**saved["spec"])).set_state(saved["state"])
+
+    def checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Save the rows into a folder, writing only what is new there. returns: {"files": …, "meta": …}, JSON-able."""
+
+        def read(names: Sequence[str], first: int, last: int) -> Rows:
+            return self._rows(names, first, last - first, torch.device("cpu"))
+
+        return self._files.save(folder, self._layout(), self.ring.oldest, self.ring.cursor, read)
+
+    def restore(self, folder: Path, entry: Mapping[str, Any]) -> None:
+        """Take back the rows of a checkpoint; CheckpointError when it is damaged or of another shape."""
+        meta = entry["meta"]
+        check_layout(meta, self._layout())
+        for name in meta["added"]:
+            self.add_column(name, ArraySpec.from_dict(meta["columns"][name]))
+        self._late.settle()
+        cursor = int(meta["cursor"])
+        oldest = max(0, cursor - self.ring.capacity)
+        found = {name: 0 for name in meta["columns"]}
+        for start, end, rows in self._files.load(folder, entry, self._layout()):
+            first, last = max(start, oldest), min(end, cursor)
+            for name, value in rows.items():
+                self._columns.write(name, first, value[:, first - start : last - start])
+                found[name] += last - first
+        if any(count != cursor - oldest for count in found.values()):
+            raise CheckpointError(
+                f"the replay's files do not hold all of its {cursor - oldest} rows: {found}"
+            )
+        first_rows = self._columns.read("is_first", oldest, cursor - oldest) if "is_first" in found else None
+        self.ring.rebuild(cursor, None if first_rows is None else first_rows.cpu().numpy())
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "num_streams": self.num_streams,
+            "capacity": self.capacity,
+            "columns": {name: spec.to_dict() for name, spec in self._columns.specs.items()},
+            "mutable": list(self._mutable),
+            "added": list(self._added),
+        }

@@ -1,0 +1,338 @@
+"""All wiring: a resolved config becomes environments, parts, buffers, a workflow and an Orchestrator.
+
+The one file that may know everything. Whatever is wrong with a config is said here, before the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from rl_lab.environments.make import env_config_options, make_env, probe_spec
+from rl_lab.errors import ConfigError, LabError, closest
+from rl_lab.launch.runtime import resolve_device
+from rl_lab.orchestration.cadence import EVERY_KEYS, Every, reject_unknown_keys
+from rl_lab.orchestration.collector import Collector
+from rl_lab.orchestration.evaluator import Evaluator
+from rl_lab.orchestration.hook_runner import HookRunner
+from rl_lab.orchestration.orchestrator import Cadences, Orchestrator, Settings
+from rl_lab.orchestration.phase_scheduler import PhaseScheduler
+from rl_lab.orchestration.phases import HookInfo, PhaseDefinition, parse_phases
+from rl_lab.orchestration.run_log import RunLog
+from rl_lab.orchestration.run_state import RunState
+from rl_lab.orchestration.storage import Storage
+from rl_lab.records import Hook, Spec
+from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
+from rl_lab.utils.timing import Stopwatch
+from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
+from rl_lab.workflows.controllers import ControllerManager
+
+
+@dataclass
+class Run:
+    """A built run, ready for `orchestrator.run()`."""
+
+    config: DictConfig
+    spec: Spec
+    context: WorkflowContext
+    workflow: Any
+    orchestrator: Orchestrator
+
+    def close(self) -> None:
+        if self.context.train_environment is not None:
+            self.context.train_environment.close()
+
+
+def environment_spec(config: DictConfig) -> Spec:
+    """Shapes of the config's environment, from one that is made and closed."""
+    return probe_spec(**env_config_options(_plain(config.environment)))
+
+
+# ---------------------------------------------------------------- parts
+
+
+def instantiate(path: str, node: Any, **extra: Any) -> Any:
+    """Make the object a config node describes; `extra` keywords are passed where its constructor takes them."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import get_object
+    from hydra.utils import instantiate as hydra_instantiate
+
+    target = node.get("_target_") if hasattr(node, "get") else None
+    if not target:
+        raise ConfigError(f"{path} has no _target_: it must name the class to build")
+    try:
+        constructor = get_object(target)
+    except Exception as error:
+        raise ConfigError(f"{path}: cannot import '{target}': {_reason(error)}") from error
+    accepted = inspect.signature(constructor).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    given = {key: value for key, value in extra.items() if key in accepted or open_ended}
+    unknown = [k for k in node if not str(k).startswith("_") and k not in accepted and not open_ended]
+    if unknown:
+        raise ConfigError(f"{path}: {target} takes no '{unknown[0]}'.{closest(str(unknown[0]), accepted)}")
+    try:
+        # Partial first: Hydra would turn the records among `extra` into plain dicts.
+        make = hydra_instantiate(node, _convert_="all", _partial_=True)
+        return functools.partial(make, **given) if node.get("_partial_") else make(**given)
+    except LabError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+        raise ConfigError(f"{path}: {target} could not be built: {_reason(cause)}") from error
+
+
+def build_parts(
+    config: DictConfig, spec: Spec, device: torch.device
+) -> tuple[WorldModelComponents, ControllerManager]:
+    """Components and controllers on the device, initialised from the run's seed."""
+    seed_everything(derive_seed(int(config.experiment.seed), "weights"))
+    components = {
+        name: instantiate(f"components.{name}", node, spec=spec) for name, node in config.components.items()
+    }
+    controllers = {
+        name: instantiate(f"controllers.{name}", node, spec=spec) for name, node in config.controllers.items()
+    }
+    return WorldModelComponents(components).to(device), ControllerManager(controllers).to(device)
+
+
+def build_optimizers(
+    config: DictConfig, components: WorldModelComponents, controllers: ControllerManager
+) -> dict[str, Any]:
+    """`_partial_` optimizers, each given the parameters of its `modules`.
+
+    Without `modules`: the part of the same name; `world_model` means every component and `controller` every
+    controller.
+    """
+    parts = {**dict(components.items()), **dict(controllers.items())}
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    optimizers = {}
+    for name, node in config.optimizers.items():
+        names = node.get("modules")
+        if names is None:
+            groups = {"world_model": list(components), "controller": controllers.names()}
+            names = groups.get(name, [name])
+        for wanted in names:
+            if wanted not in parts:
+                raise ConfigError(f"optimizers.{name} names a part '{wanted}'.{closest(wanted, parts)}")
+        named = {f"{n}.{key}": p for n in names if n in modules for key, p in modules[n].named_parameters()}
+        if not named:
+            raise ConfigError(f"optimizers.{name} has no parameters: none of {list(names)} can be trained")
+        plain = OmegaConf.masked_copy(node, [key for key in node if key != "modules"])
+        partial = instantiate(f"optimizers.{name}", plain)
+        optimizers[name] = partial([p for p in named.values() if p.requires_grad])
+    return optimizers
+
+
+def build_buffers(
+    config: DictConfig, spec: Spec, extras: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Buffers of the config; the `eval` one has a stream per evaluation environment."""
+    columns = {**spec.row_columns(), **extras}
+    buffers = {}
+    for name, node in config.buffers.items():
+        options = env_config_options(_plain(config.environment), evaluation=name == "eval")
+        buffers[name] = instantiate(
+            f"buffers.{name}",
+            node,
+            columns=columns,
+            num_streams=int(options.get("num_envs", 1)),
+            device=device,
+            mutable=tuple(extras),
+        )
+    return buffers
+
+
+# ---------------------------------------------------------------- the run
+
+
+def build_workflow(config: DictConfig) -> Any:
+    return instantiate("workflow", config.workflow)
+
+
+def hook_infos(hooks: Mapping[str, Hook]) -> dict[str, HookInfo]:
+    return {
+        name: HookInfo(hook.kind, hook.batch.replayed_steps if hook.batch else 0)
+        for name, hook in hooks.items()
+    }
+
+
+def build_run(
+    config: DictConfig,
+    spec: Spec,
+    *,
+    logger: Any,
+    checkpoints: CheckpointManager | None,
+    progress: Any = None,
+    say: Callable[[str], None] = print,
+) -> Run:
+    """Everything of a training run, from a resolved config."""
+    training = config.training
+    seed = int(config.experiment.seed)
+    device = resolve_device(str(config.experiment.device))
+    torch.set_num_threads(int(training.threads))
+    generators = Generators(seed, device=device)
+    stopwatch = Stopwatch()
+
+    components, controllers = build_parts(config, spec, device)
+    optimizers = build_optimizers(config, components, controllers)
+    workflow = build_workflow(config)
+    options = env_config_options(_plain(config.environment))
+    environment = make_env(**options, seed=derive_seed(seed, "train"), copy=False)
+    collector = Collector(
+        environment, device=device, generator=generators.device("collect"), stopwatch=stopwatch
+    )
+    first_observation = collector.reset()
+
+    buffers: dict[str, Any] = {}
+    context = WorkflowContext(
+        config=config,
+        device=device,
+        spec=spec,
+        components=components,
+        controller_manager=controllers,
+        optimizers=optimizers,
+        buffers=buffers,
+        train_environment=environment,
+        collector=collector,
+        checkpoint_manager=checkpoints,
+        experiment_logger=logger,
+        initial_observation=first_observation,
+        initial_dones=environment.last_dones,
+    )
+    workflow.attach(context)
+    workflow.initialize(context)
+    # The buffers' columns depend on what the workflow stores beside the row, so they are filled in after it.
+    buffers.update(build_buffers(config, spec, workflow.policy_columns(), device))
+    collector.rows_on_host |= any(getattr(b, "on_host", False) for b in buffers.values())
+
+    hooks = workflow.hooks()
+    storage = Storage(
+        buffers,
+        hooks,
+        spec=spec,
+        generators=generators,
+        device=device,
+        prefetch=_prefetch(training, buffers, device),
+    )
+    phases = parse_phases(_plain(training.phases), hook_infos(hooks), buffers)
+    _check_phases(phases, workflow, {**dict(components.items()), **dict(controllers.items())}, config)
+    total = int(training.total_timesteps) if training.total_timesteps else None
+    scheduler = PhaseScheduler(phases, total_timesteps=total, is_ready=storage.ready)
+    runners = {
+        name: HookRunner(
+            name,
+            hook,
+            device=device,
+            generator=generators.device(f"hook/{name}"),
+            capture=bool(training.capture),
+            stopwatch=stopwatch,
+        )
+        for name, hook in hooks.items()
+    }
+    orchestrator = Orchestrator(
+        workflow=workflow,
+        scheduler=scheduler,
+        storage=storage,
+        runners=runners,
+        log=RunLog(
+            logger,
+            progress=progress,
+            stopwatch=stopwatch,
+            frames_per_step=spec.action_repeat,
+            total_steps=total,
+        ),
+        run_state=RunState(
+            workflow=workflow,
+            scheduler=scheduler,
+            components=dict(components.items()),
+            controller_manager=controllers,
+            optimizers=optimizers,
+            generators=generators,
+            storage=storage,
+            collector=collector,
+        ),
+        cadences=build_cadences(training),
+        settings=Settings(
+            seed=seed,
+            eval_episodes=int(training.evaluate.episodes),
+            eval_sample=bool(training.evaluate.sample),
+            eval_video=bool(training.evaluate.video),
+            on_nonfinite=_choice("training.on_nonfinite", training.on_nonfinite, ("stop", "continue")),
+            on_save_failure=_choice(
+                "training.on_save_failure", training.on_save_failure, ("stop", "continue")
+            ),
+        ),
+        checkpoints=checkpoints,
+        evaluator=build_evaluator(config, device),
+        make_population_environment=lambda: make_env(**options, seed=derive_seed(seed, "population")),
+        say=say,
+    )
+    return Run(config, spec, context, workflow, orchestrator)
+
+
+def build_evaluator(config: DictConfig, device: torch.device, **changes: Any) -> Evaluator:
+    """Evaluation with `environment.eval.*` settings; `changes` are further make_env options."""
+    options = {**env_config_options(_plain(config.environment), evaluation=True), **changes}
+
+    def make(seed: int, render: bool) -> Any:
+        return make_env(**{**options, "seed": seed, "render": render, "copy": False})
+
+    return Evaluator(make, device=device, seed=int(config.experiment.seed))
+
+
+def build_cadences(training: DictConfig) -> Cadences:
+    known = {*EVERY_KEYS, "keep", "keep_weights", "episodes", "sample", "video"}
+    cadences = {}
+    for name in ("log", "evaluate", "report", "checkpoint"):
+        node = _plain(training[name]) or {}
+        reject_unknown_keys(f"training.{name}", node, known)
+        cadences[name] = Every.from_config(f"training.{name}", node)
+    return Cadences(**cadences)
+
+
+def _check_phases(
+    phases: list[PhaseDefinition], workflow: Any, parts: Mapping[str, Any], config: DictConfig
+) -> None:
+    """What phases freeze and set must exist, and the workflow must listen to it."""
+    for phase in phases:
+        for name in phase.freeze:
+            if name not in parts:
+                raise ConfigError(f"phase '{phase.name}' freezes '{name}'.{closest(name, parts)}")
+        for path in phase.set:
+            if path not in workflow.phase_settings:
+                raise ConfigError(
+                    f"phase '{phase.name}' sets '{path}', which {type(workflow).__name__} does not read by phase."
+                    f"{closest(path, workflow.phase_settings)}"
+                )
+        if phase.collects and not config.buffers:
+            raise ConfigError(f"phase '{phase.name}' collects, but the config has no buffers")
+
+
+def _prefetch(training: DictConfig, buffers: Mapping[str, Any], device: torch.device) -> int:
+    if training.prefetch != "auto":
+        return int(training.prefetch)
+    host = any(getattr(buffer, "on_host", False) for buffer in buffers.values())
+    return 1 if host and device.type == "cuda" else 0
+
+
+def _choice(path: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{path} is '{value}'.{closest(str(value), allowed)}")
+    return str(value)
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

@@ -1,0 +1,110 @@
+"""Actor and critic of Dreamer: small networks on the latent features of a world model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rl_lab.components.nn.heads import TwoHotHead
+from rl_lab.components.nn.mlp import MLP
+from rl_lab.components.nn.policies import make_policy
+from rl_lab.components.nn.return_normalizer import ReturnNormalizer
+from rl_lab.components.nn.slow_copy import SlowCopy
+from rl_lab.records import ActMode, NoiseSpec, Spec
+
+
+class DreamerActorController(nn.Module):
+    """Policy for discrete, multi-discrete and continuous actions; carries the scale of its returns."""
+
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        features: int,
+        units: int,
+        layers: int = 3,
+        out_scale: float = 0.01,  # nearly uniform at the start: danijar/dreamerv3 configs.yaml
+        unimix: float = 0.0,
+        return_rate: float = 0.01,
+        return_low: float = 0.05,
+        return_high: float = 0.95,
+        return_limit: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.policy = make_policy(spec.action, unimix=unimix)
+        self.mlp = MLP(features, units, layers, outputs=self.policy.width, out_scale=out_scale)
+        self.return_normalizer = ReturnNormalizer(
+            rate=return_rate, low=return_low, high=return_high, limit=return_limit
+        )
+
+    def forward(self, feature: torch.Tensor) -> torch.Tensor:
+        """feature: (…, features) -> raw outputs (…, width)."""
+        return self.mlp(feature)
+
+    def noise_spec(self, *batch: int) -> NoiseSpec:
+        """Random numbers for one sampled action each: (*batch, k)."""
+        return NoiseSpec((*batch, *self.policy.noise_shape), self.policy.noise_kind)
+
+    def sample(self, feature: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """feature: (…, features), noise: (…, k) as `noise_spec` says -> action as stored."""
+        return self.policy.sample(self.mlp(feature), noise)
+
+    def log_prob_and_entropy(
+        self, feature: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each (…), summed over the parts of an action."""
+        return self.policy.log_prob_and_entropy(self.mlp(feature), action)
+
+    @torch.no_grad()
+    def act(self, feature: torch.Tensor, mode: ActMode) -> torch.Tensor:
+        """feature: (N, features) -> actions (N, …) for the environments."""
+        raw = self.mlp(feature)
+        if mode.sample:
+            action = self.policy.sample(raw, self._draw(raw, self.policy.noise_kind, mode), mode.temperature)
+        else:
+            action = self.policy.mode(raw)
+        if mode.epsilon > 0.0:
+            explore = torch.rand(len(raw), generator=mode.generator, device=raw.device) < mode.epsilon
+            chance = self.policy.random(self._draw(raw, "uniform", mode))
+            action = torch.where(explore.view(-1, *[1] * (action.ndim - 1)), chance, action)
+        return action
+
+    def _draw(self, raw: torch.Tensor, kind: str, mode: ActMode) -> torch.Tensor:
+        draw = torch.rand if kind == "uniform" else torch.randn
+        return draw(len(raw), *self.policy.noise_shape, generator=mode.generator, device=raw.device)
+
+
+class DreamerCriticController(nn.Module):
+    """State value by two-hot regression, and its slow copy. The output layer starts at zero, so values do too."""
+
+    def __init__(
+        self, *, features: int, units: int, layers: int = 3, bins: int = 255, out_scale: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.head = TwoHotHead(features=features, units=units, layers=layers, bins=bins, out_scale=out_scale)
+        self.slow = SlowCopy(self.head)
+
+    def forward(self, feature: torch.Tensor) -> torch.Tensor:
+        """feature: (…, features) -> logits (…, bins)."""
+        return self.head(feature)
+
+    def mean(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits (…, bins) -> value (…)."""
+        return self.head.mean(logits)
+
+    def value(self, feature: torch.Tensor) -> torch.Tensor:
+        return self.head.predict(feature)
+
+    @torch.no_grad()
+    def slow_value(self, feature: torch.Tensor) -> torch.Tensor:
+        """The slow copy's value (…), without gradient."""
+        return self.head.mean(self.slow(feature))
+
+    def loss(self, logits: torch.Tensor, target: torch.Tensor, slow_target: torch.Tensor) -> torch.Tensor:
+        """Cross entropy to the return, plus cross entropy to the slow copy's value: each (…) -> (…)."""
+        log_probs = torch.log_softmax(logits.float(), -1)
+        two_hot = self.head.two_hot
+        return two_hot.cross_entropy(log_probs, target) + two_hot.cross_entropy(log_probs, slow_target)
+
+    def update_slow(self, rate: float) -> None:
+        self.slow.update(self.head, rate)

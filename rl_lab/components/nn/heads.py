@@ -1,0 +1,65 @@
+"""Prediction heads on latent features: numbers by two-hot regression, and the chance of going on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rl_lab.components.nn.mlp import MLP
+from rl_lab.components.nn.two_hot import TwoHot
+
+
+class TwoHotHead(nn.Module):
+    """An MLP whose output is a two-hot distribution over numbers: reward or value.
+
+    The output layer starts at zero by default, so that the first predictions are exactly 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        features: int,
+        units: int,
+        layers: int,
+        bins: int = 255,
+        out_scale: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.mlp = MLP(features, units, layers, outputs=bins, out_scale=out_scale)
+        self.two_hot = TwoHot(bins)
+
+    def forward(self, feature: torch.Tensor) -> torch.Tensor:
+        """feature: (…, features) -> logits (…, bins)."""
+        return self.mlp(feature)
+
+    def mean(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.two_hot.mean(logits)
+
+    def predict(self, feature: torch.Tensor) -> torch.Tensor:
+        """feature: (…, features) -> expected value (…)."""
+        return self.two_hot.mean(self.mlp(feature))
+
+    def loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Logits (…, bins), target (…) -> cross entropy (…)."""
+        return self.two_hot.loss(logits, target)
+
+
+class ContinueHead(nn.Module):
+    """An MLP that predicts the probability that the episode goes on, discount included where so trained."""
+
+    def __init__(self, *, features: int, units: int, layers: int, out_scale: float = 1.0) -> None:
+        super().__init__()
+        self.mlp = MLP(features, units, layers, outputs=1, out_scale=out_scale)
+
+    def forward(self, feature: torch.Tensor) -> torch.Tensor:
+        """feature: (…, features) -> logit (…)."""
+        return self.mlp(feature).squeeze(-1).float()
+
+    def predict(self, feature: torch.Tensor) -> torch.Tensor:
+        """feature: (…, features) -> probability (…)."""
+        return torch.sigmoid(self(feature))
+
+    def loss(self, logit: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Logit (…), target (…) in [0, 1] -> binary cross entropy (…)."""
+        return F.binary_cross_entropy_with_logits(logit, target, reduction="none")

@@ -1,0 +1,30 @@
+"""The block that every part is made of: Linear → RMSNorm → SiLU, repeated."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rl_lab.components.nn.linear import Linear
+from rl_lab.components.nn.norm import RMSNorm
+
+
+class MLP(nn.Module):
+    """`layers` blocks of `units`; with `outputs`, a last plain Linear whose weights start at `out_scale`."""
+
+    def __init__(
+        self, inputs: int, units: int, layers: int, *, outputs: int | None = None, out_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        widths = [inputs] + [units] * layers
+        self.linears = nn.ModuleList(Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.norms = nn.ModuleList(RMSNorm(units) for _ in range(layers))
+        self.out = Linear(widths[-1], outputs, scale=out_scale) if outputs is not None else None
+        self.out_features = outputs if outputs is not None else widths[-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (…, inputs) -> (…, outputs), or (…, units) without `outputs`."""
+        for linear, norm in zip(self.linears, self.norms):
+            x = F.silu(norm(linear(x)))
+        return x if self.out is None else self.out(x)

@@ -1,0 +1,111 @@
+"""LaProp with adaptive gradient clipping and warm-up: DreamerV3's optimizer (danijar/dreamerv3, embodied/jax/opt.py).
+
+LaProp (Ziyin et al. 2020) divides the gradient by its running size *before* the momentum, where Adam does so after.
+Written for CUDA graphs: steps and learning rate are device tensors, nothing is read by the host, work is done in
+foreach calls over all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+class LaProp(torch.optim.Optimizer):
+    """AGC → LaProp → learning rate.
+
+    lr:        reached after `warmup` updates on a straight line from 0; a float or a 0-d tensor
+    agc:       a tensor's gradient norm is limited to agc × its own norm (at least `agc_floor`); 0 switches it off
+    found_inf: attribute, as torch's fused optimizers have it: while it holds a non-zero 0-d tensor, a step changes
+               nothing, neither parameters nor state
+    """
+
+    found_inf: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 4e-5,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-20,
+        agc: float = 0.3,
+        agc_floor: float = 1e-3,
+        warmup: int = 1000,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": (float(betas[0]), float(betas[1])),
+            "eps": eps,
+            "agc": agc,
+            "agc_floor": agc_floor,
+            "warmup": warmup,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._step_group(group, params)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        states = [self._state(p) for p in params]
+        steps = [s["step"] for s in states]
+        square = [s["square"] for s in states]
+        momentum = [s["momentum"] for s in states]
+        beta1, beta2 = group["betas"]
+
+        # `go` is 1, or 0 when this update is masked; then the gradient is 0 and both decays are 1.
+        go = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).to(steps[0])
+        grads = self._clipped_gradients(group, params, go)
+        torch._foreach_add_(steps, go)
+        count = torch.stack(steps)  # (parameters,): a part that joins later has its own warm-up and bias correction
+        rate = group["lr"] * go
+        if group["warmup"]:
+            rate = rate * ((count - 1.0) / group["warmup"]).clamp(max=1.0)
+        # A parameter whose first update is masked still counts 0 steps: keep its unused corrections finite.
+        count = count.clamp(min=1.0)
+        scale1 = rate / (1.0 - beta1**count)
+        scale2 = (1.0 - beta2**count).rsqrt()
+
+        torch._foreach_mul_(square, 1.0 - go * (1.0 - beta2))
+        torch._foreach_addcmul_(square, grads, grads, value=1.0 - beta2)
+        size = torch._foreach_sqrt(square)
+        torch._foreach_mul_(size, list(scale2.unbind()))
+        torch._foreach_add_(size, group["eps"])
+        torch._foreach_mul_(momentum, 1.0 - go * (1.0 - beta1))
+        torch._foreach_addcdiv_(momentum, grads, size, value=1.0 - beta1)
+        torch._foreach_sub_(params, torch._foreach_mul(momentum, list(scale1.expand_as(count).unbind())))
+
+    def _clipped_gradients(
+        self, group: dict[str, Any], params: list[torch.Tensor], go: torch.Tensor
+    ) -> list[torch.Tensor]:
+        grads = [p.grad for p in params if p.grad is not None]
+        if group["agc"]:
+            limits = torch.stack(torch._foreach_norm(params)).clamp(min=group["agc_floor"]) * group["agc"]
+            ratios = torch.stack(torch._foreach_norm(grads)) / limits
+            grads = list(torch._foreach_div(grads, list(ratios.clamp(min=1.0).unbind())))
+        if self.found_inf is not None:
+            # A product with 0 would keep a NaN: it has to be chosen away.
+            grads = [torch.where(go > 0, grad, 0.0) for grad in grads]
+        return grads
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["square"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state

@@ -1,0 +1,112 @@
+"""Action distributions of a policy network: what its raw outputs mean.
+
+Each has `width` (raw outputs), `noise_kind` and `noise_shape` (random numbers for one sample), and maps raw outputs
+(…, width) to actions as they are stored. Densities and entropies are float32, summed over the action's parts: (…).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+
+from rl_lab.components.nn.categorical import sample_index, unimix_probs
+from rl_lab.records import ActionSpec
+
+
+class CategoricalPolicy:
+    """One or several independent choices. `unimix` mixes in the uniform distribution.
+
+    DreamerV3's published code sets unimix 0.01 here, but its current form ignores it (danijar/dreamerv3 @ e3f0224).
+    """
+
+    noise_kind: Literal["uniform", "normal"] = "uniform"
+
+    def __init__(self, action: ActionSpec, *, unimix: float = 0.0) -> None:
+        self.choices = action.choices
+        self.single = action.kind == "discrete"  # stored as (…), not (…, 1)
+        self.unimix = unimix
+        self.width = sum(action.choices)
+        self.noise_shape = (len(action.choices),)
+
+    def _log_probs(self, raw: torch.Tensor) -> list[torch.Tensor]:
+        parts = [raw] if self.single else raw.split(self.choices, -1)
+        if self.unimix == 0.0:
+            return [torch.log_softmax(part.float(), -1) for part in parts]
+        return [unimix_probs(part, self.unimix).log() for part in parts]
+
+    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return parts[0] if self.single else torch.stack(parts, -1)
+
+    def sample(self, raw: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """noise: (…, k) uniform -> (…) or (…, k) int64."""
+        draws = zip(self._log_probs(raw / temperature), noise.unbind(-1))
+        return self._join([sample_index(log_p.exp(), u) for log_p, u in draws])
+
+    def mode(self, raw: torch.Tensor) -> torch.Tensor:
+        return self._join([log_p.argmax(-1) for log_p in self._log_probs(raw)])
+
+    def log_prob_and_entropy(
+        self, raw: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log probability of the action and entropy of the policy, each (…)."""
+        log_probs = self._log_probs(raw)
+        chosen = [action] if self.single else action.unbind(-1)
+        picked = [lp.gather(-1, index.unsqueeze(-1)).squeeze(-1) for lp, index in zip(log_probs, chosen)]
+        entropies = [-(lp.exp() * lp).sum(-1) for lp in log_probs]
+        if self.single:
+            return picked[0], entropies[0]
+        return torch.stack(picked).sum(0), torch.stack(entropies).sum(0)
+
+    def random(self, noise: torch.Tensor) -> torch.Tensor:
+        """A uniformly random action from uniform noise (…, k)."""
+        limits = torch.tensor(self.choices, device=noise.device)
+        action = torch.minimum((noise * limits).long(), limits - 1)  # noise × limits may round up to the limit
+        return action.squeeze(-1) if self.single else action
+
+
+class NormalPolicy:
+    """Independent normals with mean tanh(raw) and a bounded deviation; samples are not squashed.
+
+    The environment clips to [-1, 1]. DreamerV3 (danijar/dreamerv3 heads.py, `bounded_normal`).
+    """
+
+    noise_kind: Literal["uniform", "normal"] = "normal"
+
+    def __init__(self, action: ActionSpec, *, min_std: float = 0.1, max_std: float = 1.0) -> None:
+        self.width = 2 * action.size
+        self.noise_shape = (action.size,)
+        self.min_std = min_std
+        self.max_std = max_std
+
+    def _mean_std(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, std = raw.float().chunk(2, -1)
+        return torch.tanh(mean), (self.max_std - self.min_std) * torch.sigmoid(std + 2.0) + self.min_std
+
+    def sample(self, raw: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """noise: (…, d) standard normal -> (…, d) float32."""
+        mean, std = self._mean_std(raw)
+        return mean + std * temperature * noise
+
+    def mode(self, raw: torch.Tensor) -> torch.Tensor:
+        return self._mean_std(raw)[0]
+
+    def log_prob_and_entropy(
+        self, raw: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log density of the action and entropy of the policy, each (…)."""
+        mean, std = self._mean_std(raw)
+        log_std = std.log()
+        log_prob = -0.5 * ((action - mean) / std).square() - log_std - 0.5 * math.log(2 * math.pi)
+        entropy = log_std + 0.5 * (1.0 + math.log(2 * math.pi))
+        return log_prob.sum(-1), entropy.sum(-1)
+
+    def random(self, noise: torch.Tensor) -> torch.Tensor:
+        """A uniformly random action in [-1, 1] from uniform noise (…, d)."""
+        return noise * 2.0 - 1.0
+
+
+def make_policy(action: ActionSpec, *, unimix: float = 0.0) -> CategoricalPolicy | NormalPolicy:
+    """The distribution that fits an action space."""
+    return NormalPolicy(action) if action.kind == "continuous" else CategoricalPolicy(action, unimix=unimix)

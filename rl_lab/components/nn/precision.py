@@ -1,0 +1,30 @@
+"""Which number format the heavy products use."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+
+from rl_lab.errors import ConfigError, closest
+
+PRECISIONS = ("auto", "float32", "bfloat16")
+
+
+def resolve_precision(precision: str, device: torch.device | str) -> torch.dtype:
+    """`auto` is bfloat16 where the GPU has it, else float32. Parameters stay float32 either way."""
+    if precision not in PRECISIONS:
+        raise ConfigError(f"training.precision is '{precision}'.{closest(precision, PRECISIONS)}")
+    device = torch.device(device)
+    if precision == "auto":
+        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if on_gpu else torch.float32
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def autocast(dtype: torch.dtype, device: torch.device | str) -> AbstractContextManager[object]:
+    """Matrix products and convolutions in `dtype`; nothing changes for float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=dtype)

@@ -1,0 +1,99 @@
+"""From a loss to new weights: the one place with backward, averaging, guarding and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from rl_lab.components.nn.guard import NonFiniteGuard
+
+AverageGradients = Callable[[list[torch.Tensor]], None]
+
+
+def keep_gradients(gradients: list[torch.Tensor]) -> None:
+    """One process: gradients are already the average."""
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Learning rates as device tensors, and Adam-like optimizers in a form that a CUDA graph can hold.
+
+    `initial_lr` keeps the configured number: each update sets lr = initial_lr × scale. A loaded state brings its own
+    groups, so this is looked at before every step; there is nothing to do after the first.
+    """
+    for group in optimizer.param_groups:
+        device = group["params"][0].device
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor) and lr.device == device:
+            continue
+        group.setdefault("initial_lr", float(lr))
+        group["lr"] = torch.as_tensor(lr, dtype=torch.float32).to(device)
+        if "capturable" in group and device.type == "cuda":
+            group["capturable"] = True
+
+
+def optimizer_step(
+    loss: torch.Tensor,  # 0-d
+    optimizers: Sequence[torch.optim.Optimizer],
+    parts: Mapping[str, Sequence[torch.nn.Parameter]],  # for the gradient norms
+    *,
+    guard: NonFiniteGuard,
+    learning_rate_scale: torch.Tensor | None = None,  # 0-d
+    max_grad_norm: float | None = None,
+    average_gradients: AverageGradients = keep_gradients,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Backward, then one step of every optimizer whose parameters the loss reaches. Fixed shapes, no host reads.
+
+    A non-finite loss or gradient norm masks the step on the device: `found_inf` where the optimizer knows it (LaProp,
+    torch's fused ones), else by zeroing the gradients (momentum then still decays and moves the weights a little).
+
+    returns: metrics (0-d, detached) and the mask flag, 1.0 where the update was masked.
+    """
+    for optimizer in optimizers:
+        prepare_optimizer(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    gradients = [
+        p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None
+    ]
+    average_gradients(gradients)
+
+    metrics, norm = gradient_norms(parts)
+    masked = guard.check(loss, norm)
+    if max_grad_norm is not None:
+        torch._foreach_mul_(gradients, (max_grad_norm / norm.clamp(min=1e-6)).clamp(max=1.0))
+    for optimizer in optimizers:
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            _masked_step(optimizer, masked, learning_rate_scale)
+    metrics["nonfinite"] = masked
+    return metrics, masked
+
+
+def gradient_norms(
+    parts: Mapping[str, Sequence[torch.nn.Parameter]],
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """`grad_norm/<part>` for each part that has gradients, `grad_norm`, and the latter by itself (0-d)."""
+    present = {name: [p.grad for p in params if p.grad is not None] for name, params in parts.items()}
+    present = {name: grads for name, grads in present.items() if grads}
+    squares = torch.stack(torch._foreach_norm([g for grads in present.values() for g in grads])).square()
+    sums = [chunk.sum() for chunk in squares.split([len(grads) for grads in present.values()])]
+    total = squares.sum().sqrt()
+    metrics = {f"grad_norm/{name}": value.sqrt() for name, value in zip(present, sums)}
+    return {**metrics, "grad_norm": total}, total
+
+
+def _masked_step(
+    optimizer: torch.optim.Optimizer, masked: torch.Tensor, learning_rate_scale: torch.Tensor | None
+) -> None:
+    for group in optimizer.param_groups:
+        if learning_rate_scale is not None:
+            group["lr"].copy_(learning_rate_scale * group["initial_lr"])
+    knows_mask = hasattr(optimizer, "found_inf") or optimizer.defaults.get("fused")
+    if knows_mask:
+        optimizer.found_inf = masked  # type: ignore[attr-defined]
+    else:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = torch.where(masked > 0, 0.0, p.grad)
+    optimizer.step()

@@ -1,0 +1,60 @@
+"""Two-hot regression on exponentially spaced bins (DreamerV3, "symexp twohot").
+
+A number is represented by the two bins around it, weighted so that their mean is the number itself; the network is
+trained with cross entropy, so that the size of the target does not set the size of the gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rl_lab.components.nn.symlog import symexp
+from rl_lab.errors import ConfigError
+
+
+class TwoHot(nn.Module):
+    """Bins, and the way between logits (…, bins) and numbers (…). Everything in float32."""
+
+    positive: torch.Tensor
+    bins: torch.Tensor
+
+    def __init__(self, bins: int = 255, *, limit: float = 20.0) -> None:  # danijar/dreamerv3: 255 bins, symexp(±20)
+        super().__init__()
+        if bins < 3 or bins % 2 == 0:
+            raise ConfigError(f"two-hot bins must be an odd number of at least 3, not {bins}: zero is the middle one")
+        self.count = bins
+        positive = symexp(torch.linspace(0.0, limit, (bins + 1) // 2))[1:]
+        self.register_buffer("positive", positive, persistent=False)
+        # Mirrored, not computed twice: the bins are exactly symmetric and the middle one is exactly 0.
+        self.register_buffer(
+            "bins", torch.cat([-positive.flip(0), torch.zeros(1), positive]), persistent=False
+        )
+
+    def mean(self, logits: torch.Tensor) -> torch.Tensor:
+        """Expected value: (…, bins) -> (…).
+
+        Each pair ±b is subtracted before anything is summed, so that equal logits give exactly 0: a plain sum would
+        leave rounding error of the largest bins (4.9e8) in the result.
+        """
+        probs = torch.softmax(logits.float(), -1)
+        half = self.count // 2
+        # Multiplied and summed, not a matrix product: autocast would do that in bfloat16.
+        return ((probs[..., half + 1 :] - probs[..., :half].flip(-1)) * self.positive).sum(-1)
+
+    def loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Cross entropy to a number: logits (…, bins), target (…) -> (…)."""
+        return self.cross_entropy(torch.log_softmax(logits.float(), -1), target)
+
+    def cross_entropy(self, log_probs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """As `loss`, from log probabilities: two targets can share them."""
+        lower, weight = self.encode(target)
+        pair = torch.gather(log_probs, -1, torch.stack([lower, lower + 1], -1))
+        return -((1.0 - weight) * pair[..., 0] + weight * pair[..., 1])
+
+    def encode(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index of the bin below (…), and the weight of the bin above it (…). Beyond the ends: the last bin."""
+        target = target.float().clamp(self.bins[0], self.bins[-1]).contiguous()
+        lower = (torch.bucketize(target, self.bins, right=True) - 1).clamp(0, self.count - 2)
+        below, above = self.bins[lower], self.bins[lower + 1]
+        return lower, (target - below) / (above - below)

@@ -1,0 +1,1 @@
+"""representation_learners."""

@@ -1,0 +1,1 @@
+"""return_computers."""

@@ -1,0 +1,1 @@
+"""The shipped configs. A package, so that Hydra finds them inside a wheel."""

@@ -1,0 +1,311 @@
+"""The one door to environments: `make_env("suite/task", num_envs=N, …)`.
+
+A suite is a module (an *adapter*) with
+
+    make(task, *, render: bool, **options) -> gymnasium.Env    any spaces; the door adds the lab's wrappers
+    tasks() -> list[str]                                       what can follow "suite/"
+    EXTRA: str                                                 the extra of this package that installs it
+    resolve(task) -> object            optional: check the task here, once; the result is what `make` gets
+    HANDLES: set of "size", "action_repeat", "time_limit"      optional: passed to `make` instead of wrapped
+    step_seconds(task) -> float | None      optional: roughly how long a step takes, for the choice of workers
+
+and imports its packages inside these functions. A new suite is one line in `SUITES`, or an entry point of the
+group `rl_lab.environments` in another package (name = suite, value = module).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import gymnasium
+
+from rl_lab.environments.gym_adapter import nearest
+from rl_lab.environments.spec import spec_of
+from rl_lab.environments.vector import VectorEnv, default_workers
+from rl_lab.environments.wrappers import (
+    ActionRepeat,
+    DictObservation,
+    RenderedPixels,
+    Resize,
+    StandardAction,
+    TimeLimit,
+    without_time_limit,
+)
+from rl_lab.errors import ConfigError, MissingPackageError
+from rl_lab.records import Spec
+
+SUITES = {
+    "gym": "rl_lab.environments.gym_adapter",
+    "dummy": "rl_lab.environments.dummy",
+}
+ENTRY_POINTS = "rl_lab.environments"
+
+Task = str | Callable[..., gymnasium.Env]
+
+_probed: dict[str, Spec] = {}
+
+
+@dataclass(frozen=True)
+class EnvFactory:
+    """Everything that makes one environment, ready to be sent to a worker process and called there."""
+
+    name: str
+    module: str
+    task: Any
+    size: tuple[int, int] | None = None
+    action_repeat: int = 1
+    time_limit: int | None = None
+    pixels: bool | str = False
+    observations: tuple[str, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, render: bool = False) -> gymnasium.Env:
+        """One environment behind the lab's wrappers; the order of these lines is the order of the wrapping."""
+        adapter = _import_adapter(self.module, self.name)
+        handled: frozenset[str] = getattr(adapter, "HANDLES", frozenset())
+        repeat = 1 if "action_repeat" in handled else self.action_repeat
+        limit = None if "time_limit" in handled else self.time_limit
+        size = None if "size" in handled else self.size
+
+        env = self._make(adapter, {key: getattr(self, key) for key in handled}, render or bool(self.pixels))
+        if limit is not None:
+            env = without_time_limit(env)
+        if repeat > 1:
+            env = ActionRepeat(env, repeat)
+        if limit is not None:
+            env = TimeLimit(env, limit)
+        if self.pixels:
+            env = RenderedPixels(env, keep=self.pixels == "both")
+        env = DictObservation(env, self.observations)
+        if size is not None:
+            env = Resize(env, size)
+        return StandardAction(env)
+
+    def step_seconds(self) -> float | None:
+        """Roughly how long one decision takes, where the suite knows; rendering is not counted as short."""
+        estimate = getattr(_import_adapter(self.module, self.name), "step_seconds", None)
+        seconds = None if estimate is None or self.pixels else estimate(self.task)
+        return None if seconds is None else seconds * self.action_repeat
+
+    def _make(self, adapter: ModuleType, handled: dict[str, Any], render: bool) -> gymnasium.Env:
+        try:
+            return adapter.make(self.task, render=render, **handled, **self.options)
+        except ModuleNotFoundError as error:
+            raise _missing(self.name, error, getattr(adapter, "EXTRA", "")) from error
+        except TypeError as error:
+            if "unexpected keyword" in str(error):
+                raise ConfigError(
+                    f"{self.name} does not take one of {sorted(self.options)}: {error}"
+                ) from error
+            raise
+
+
+def make_env(
+    task: Task,
+    num_envs: int = 1,
+    *,
+    workers: int | None = None,
+    seed: int = 0,
+    size: int | Sequence[int] | None = None,
+    action_repeat: int = 1,
+    time_limit: int | None = None,
+    render: bool = False,
+    copy: bool = True,
+    infos: str = "log",
+    **options: Any,
+) -> VectorEnv:
+    """N environments of one task.
+
+    task:          "suite/task", a registered Gymnasium id ("CartPole-v1", "gym/CartPole-v1"), an import path
+                   ("gym:my_env:MyEnv", "my_env:make"), or a function that makes a gymnasium.Env
+    workers:       processes to spread them over; 0 steps in this one, None chooses
+    seed:          of the run; every episode's own seed follows from it
+    size:          height and width of images (one number: square)
+    action_repeat: environment steps per decision
+    time_limit:    decisions after which an episode is truncated; replaces the limit of a registered id
+    render:        make `render()` of environment 0 possible
+    copy, infos:   see `VectorEnv`
+    options:       `pixels` (True: the rendered frame as the observation; "both": beside it), `observations` (names
+                   of those to keep); all others go to the suite
+    """
+    _check(
+        num_envs=num_envs, action_repeat=action_repeat, time_limit=time_limit, workers=workers, infos=infos
+    )
+    factory = _factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options)
+    if workers is None:
+        workers = default_workers(num_envs, factory.step_seconds())
+    return VectorEnv(
+        factory,
+        num_envs,
+        spec=_probe(factory),
+        workers=workers,
+        seed=seed,
+        render=render,
+        copy=copy,
+        infos=infos,
+    )
+
+
+def probe_spec(
+    task: Task,
+    num_envs: int = 1,
+    *,
+    workers: int | None = None,
+    size: int | Sequence[int] | None = None,
+    action_repeat: int = 1,
+    time_limit: int | None = None,
+    **options: Any,
+) -> Spec:
+    """The `Spec` of a task, from one environment made here and closed; takes what `make_env` takes."""
+    for key in ("seed", "render", "copy", "infos"):
+        options.pop(key, None)
+    _check(num_envs=num_envs, action_repeat=action_repeat, time_limit=time_limit, workers=workers)
+    return _probe(_factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options))
+
+
+def env_config_options(environment: Mapping[str, Any], *, evaluation: bool = False) -> dict[str, Any]:
+    """Keywords for `make_env` from the config's `environment` node; `evaluation` lays `environment.eval` over them."""
+    options = {str(key): _plain(value) for key, value in environment.items() if key != "eval"}
+    if evaluation:
+        options.update({str(key): _plain(value) for key, value in (environment.get("eval") or {}).items()})
+    if not options.get("task"):
+        raise ConfigError(
+            "environment.task is not set: name a task, for example environment.task=CartPole-v1"
+        )
+    return options
+
+
+def suites() -> dict[str, str]:
+    """Suite -> module of its adapter, those of other packages included."""
+    others = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    return {**others, **SUITES}
+
+
+def _factory(
+    task: Task,
+    *,
+    size: int | Sequence[int] | None,
+    pixels: bool | str = False,
+    observations: Sequence[str] | None = None,
+    action_repeat: int,
+    time_limit: int | None,
+    **options: Any,
+) -> EnvFactory:
+    if pixels not in (False, True, "both"):
+        raise ConfigError(f"pixels={pixels!r}: use true (the frame alone), both, or false")
+    name, module, rest = _split(task)
+    adapter = _import_adapter(module, name)
+    try:
+        resolved = adapter.resolve(rest) if hasattr(adapter, "resolve") else rest
+    except ModuleNotFoundError as error:
+        raise _missing(name, error, getattr(adapter, "EXTRA", "")) from error
+    return EnvFactory(
+        name=name,
+        module=module,
+        task=resolved,
+        size=_pair(size),
+        action_repeat=action_repeat,
+        time_limit=time_limit,
+        pixels=pixels,
+        observations=None if observations is None else tuple(observations),
+        options=options,
+    )
+
+
+def _split(task: Task) -> tuple[str, str, Any]:
+    """(name, adapter module, what the adapter makes it of)"""
+    gym = SUITES["gym"]
+    if callable(task):
+        return getattr(task, "__name__", type(task).__name__), gym, task
+    if task in gymnasium.registry:
+        return task, gym, task
+    if ":" in task:
+        return task, gym, task.removeprefix("gym:")
+    suite, slash, rest = task.partition("/")
+    known = SUITES if suite in SUITES else suites()
+    if slash and suite in known:
+        return task, known[suite], rest
+    if slash:
+        raise ConfigError(
+            f"no suite '{suite}' and no registered environment '{task}'.{nearest(task, _all_tasks())} "
+            f"Suites: {', '.join(sorted(known))}"
+        )
+    raise ConfigError(
+        f"no environment '{task}'.{nearest(task, _all_tasks())} Name a suite's task ('suite/task'; suites: "
+        f"{', '.join(sorted(known))}), a registered Gymnasium id, or an import path ('my_module:MyEnv')"
+    )
+
+
+def _all_tasks() -> list[str]:
+    names = list(gymnasium.registry)
+    for suite, module in SUITES.items():
+        if suite != "gym":
+            names += [f"{suite}/{task}" for task in importlib.import_module(module).tasks()]
+    return names
+
+
+def _import_adapter(module: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise _missing(name, error, "") from error
+
+
+def _missing(name: str, error: ModuleNotFoundError, extra: str) -> MissingPackageError:
+    install = (
+        f'pip install "rl-lab[{extra}]"' if extra else f"pip install {(error.name or '').partition('.')[0]}"
+    )
+    return MissingPackageError(f"{name} needs the package '{error.name}', which is not installed: {install}")
+
+
+def _probe(factory: EnvFactory) -> Spec:
+    # By everything that shapes it; a function could change between two calls, so only named tasks are kept.
+    key = repr(factory) if not callable(factory.task) else ""
+    if key and key in _probed:
+        return _probed[key]
+    env = factory()
+    try:
+        spec = spec_of(env, factory.name)
+    finally:
+        env.close()
+    if key:
+        _probed[key] = spec
+    return spec
+
+
+def _check(
+    *, num_envs: int, action_repeat: int, time_limit: int | None, workers: int | None, infos: str = "log"
+) -> None:
+    for name, value, least in (
+        ("num_envs", num_envs, 1),
+        ("action_repeat", action_repeat, 1),
+        ("time_limit", time_limit, 1),
+        ("workers", workers, 0),
+    ):
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ConfigError(f"environment.{name}={value!r} must be a whole number of at least {least}")
+    if infos not in ("log", "all"):
+        raise ConfigError(f"infos={infos!r}: use 'log' or 'all'")
+
+
+def _pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or min(pair) < 1:
+        raise ConfigError(f"environment.size={size!r}: give one number, or height and width")
+    return int(pair[0]), int(pair[1])
+
+
+def _plain(value: Any) -> Any:
+    """Config nodes as plain dicts and lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,209 @@
+"""From Gymnasium spaces to the lab's `Spec`.
+
+Observations become a flat dict of arrays. Each leaf of the environment's space is one entry:
+
+    Box, uint8, 3-D            image, channels first; the smaller of first and last axis is the channel axis
+    Box, uint8, 2-D            image with one channel
+    Box, uint8, 4-D            stacked images (S, H, W, C) or (S, C, H, W), merged to (S*C, H, W)
+    Box, other, 0-D or 1-D     float32 vector
+    Box, other, 2-D and more   float32 array of that shape
+    Discrete, MultiDiscrete    one-hot float32 vector(s), side by side: a number would claim an order
+    MultiBinary                float32 vector
+
+Names are the keys of Dict and Tuple spaces, nested ones joined with "_"; a bare space is called `image`,
+`vector` or (2-D and more) `array`. Actions become one of three kinds; see `ActionSpec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rl_lab.errors import ConfigError, closest
+from rl_lab.records import ActionSpec, ArraySpec, Spec
+
+Convert = Callable[[Any], np.ndarray]
+Path = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One entry of the observation dict: where it lies in the environment's observation, and how to read it."""
+
+    name: str
+    path: Path
+    spec: ArraySpec
+    convert: Convert
+
+
+def observation_leaves(space: spaces.Space, keep: Sequence[str] | None = None) -> list[Leaf]:
+    """The entries of an observation space, in its own order; `keep` names those wanted, None takes all."""
+    found = [(_leaf_name(path, leaf), path, leaf) for path, leaf in _walk(space, ())]
+    names = [name for name, _, _ in found]
+    for name in keep or ():
+        if name not in names:
+            raise ConfigError(f"no observation is called '{name}'.{closest(name, names)}")
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(f"two observations would both be called {twice}: rename a key of the Dict space")
+    leaves = []
+    for name, path, leaf in found:
+        if keep is None or name in keep:
+            spec, convert = _leaf_reader(name, leaf)
+            leaves.append(Leaf(name, path, spec, convert))
+    if not leaves:
+        raise ConfigError(f"the observation space {space} has no entry")
+    return leaves
+
+
+def observation_space(specs: dict[str, ArraySpec]) -> spaces.Dict:
+    """The Gymnasium space of one converted observation."""
+    boxes: dict[str, spaces.Space] = {}
+    for name, spec in specs.items():
+        low, high = (0, 255) if spec.dtype == "uint8" else (-np.inf, np.inf)
+        boxes[name] = spaces.Box(low, high, spec.shape, np.dtype(spec.dtype).type)
+    return spaces.Dict(boxes)
+
+
+def action_mapping(space: spaces.Space) -> tuple[ActionSpec, Callable[[Any], Any]]:
+    """How the lab writes an action of this space, and the function from there to the environment's own form.
+
+    A continuous dimension without finite bounds is passed on as it is: [-1, 1] is then all the lab can send.
+    """
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        return ActionSpec("discrete", (), choices=(int(space.n),)), lambda action: int(action) + start
+    if isinstance(space, spaces.MultiDiscrete):
+        starts, shape, dtype = np.asarray(space.start).reshape(-1), space.nvec.shape, space.dtype
+        choices = tuple(int(n) for n in space.nvec.reshape(-1))
+        return (
+            ActionSpec("multi_discrete", (len(choices),), choices=choices),
+            lambda action: (np.asarray(action) + starts).astype(dtype).reshape(shape),
+        )
+    if isinstance(space, spaces.MultiBinary):
+        shape, dtype, count = space.shape, space.dtype, int(np.prod(space.shape))
+        return (
+            ActionSpec("multi_discrete", (count,), choices=(2,) * count),
+            lambda action: np.array(action, dtype=dtype).reshape(shape),
+        )
+    if isinstance(space, spaces.Box):
+        return _continuous(space)
+    raise ConfigError(
+        f"actions of a {type(space).__name__} space are not supported: use Discrete, MultiDiscrete, MultiBinary "
+        "or Box (a wrapper around the environment can flatten others)"
+    )
+
+
+def action_space(spec: ActionSpec) -> spaces.Space:
+    """The Gymnasium space of one action as the lab writes it."""
+    if spec.kind == "discrete":
+        return spaces.Discrete(spec.choices[0])
+    if spec.kind == "multi_discrete":
+        return spaces.MultiDiscrete(np.asarray(spec.choices))
+    return spaces.Box(-1.0, 1.0, spec.shape, np.float32)
+
+
+def spec_of(env: gymnasium.Env, name: str) -> Spec:
+    """The `Spec` of an environment that has the lab's wrappers around it."""
+    assert isinstance(env.observation_space, spaces.Dict)
+    observations = {
+        key: ArraySpec(tuple(box.shape or ()), str(box.dtype))
+        for key, box in env.observation_space.spaces.items()
+    }
+    repeat = env.get_wrapper_attr("action_repeat") if env.has_wrapper_attr("action_repeat") else 1
+    return Spec(name, observations, env.get_wrapper_attr("action_spec"), action_repeat=int(repeat))
+
+
+def _continuous(space: spaces.Box) -> tuple[ActionSpec, Callable[[Any], Any]]:
+    finite = np.isfinite(space.low) & np.isfinite(space.high)
+    low = np.where(finite, space.low, -1.0).astype(np.float64).reshape(-1)
+    high = np.where(finite, space.high, 1.0).astype(np.float64).reshape(-1)
+    center, half = (high + low) / 2, (high - low) / 2
+    shape, dtype, floor, ceiling = space.shape, space.dtype, space.low, space.high
+    assert dtype is not None
+    rounded = np.issubdtype(dtype, np.integer)
+
+    def to_environment(action: Any) -> np.ndarray:
+        value = center + np.clip(action, -1.0, 1.0) * half
+        value = (np.rint(value) if rounded else value).reshape(shape)
+        # One-sided bounds, and the last bit of a rescaled ±1, stay inside the space.
+        return np.clip(value.astype(dtype), floor, ceiling)
+
+    return ActionSpec(
+        "continuous", (low.size,), low=tuple(low.tolist()), high=tuple(high.tolist())
+    ), to_environment
+
+
+def _walk(space: spaces.Space, path: Path) -> Iterator[tuple[Path, spaces.Space]]:
+    if isinstance(space, spaces.Dict):
+        for key, child in space.spaces.items():
+            yield from _walk(child, (*path, key))
+    elif isinstance(space, spaces.Tuple):
+        for index, child in enumerate(space.spaces):
+            yield from _walk(child, (*path, index))
+    else:
+        yield path, space
+
+
+def _leaf_name(path: Path, space: spaces.Space) -> str:
+    if path:
+        return "_".join(str(key) for key in path)
+    dims = len(space.shape or ())
+    if isinstance(space, spaces.Box) and dims >= 2:
+        return "image" if space.dtype == np.uint8 else "array"
+    return "vector"
+
+
+def _leaf_reader(name: str, space: spaces.Space) -> tuple[ArraySpec, Convert]:
+    if isinstance(space, spaces.Box):
+        if space.dtype == np.uint8 and len(space.shape) >= 2:
+            return _image_reader(name, space.shape)
+        shape = space.shape or (1,)
+        return ArraySpec(shape, "float32"), lambda value: np.asarray(value, np.float32).reshape(shape)
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        counts = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec).reshape(-1)
+        return _one_hot_reader(counts, np.asarray(space.start).reshape(-1))
+    if isinstance(space, spaces.MultiBinary):
+        width = (int(np.prod(space.shape)),)
+        return ArraySpec(width, "float32"), lambda value: np.asarray(value, np.float32).reshape(width)
+    raise ConfigError(
+        f"observation '{name}' is a {type(space).__name__} space, which does not become an array: keep only other "
+        "observations with environment.observations=[…], or convert it in the environment"
+    )
+
+
+def _image_reader(name: str, shape: tuple[int, ...]) -> tuple[ArraySpec, Convert]:
+    """uint8 (H, W), (H, W, C), (C, H, W), or a stack of the latter two, as (C, H, W)."""
+    if len(shape) > 4:
+        raise ConfigError(
+            f"observation '{name}' has shape {shape}: images have 2, 3 or 4 (stacked) dimensions"
+        )
+    last = len(shape) > 2 and shape[-1] <= shape[-3]
+    frame = (shape[-1], *shape[-3:-1]) if last else shape[-3:] if len(shape) > 2 else (1, *shape)
+    stack = shape[0] if len(shape) == 4 else 1
+    target = (stack * frame[0], *frame[1:])
+
+    def convert(value: Any) -> np.ndarray:
+        image = np.asarray(value)
+        image = np.moveaxis(image, -1, -3) if last else image
+        return np.ascontiguousarray(image).reshape(target)
+
+    return ArraySpec(target, "uint8"), convert
+
+
+def _one_hot_reader(counts: np.ndarray, starts: np.ndarray) -> tuple[ArraySpec, Convert]:
+    # Position of each choice's first column, less its own start, so that adding the value gives the column.
+    columns = np.concatenate([[0], np.cumsum(counts)[:-1]]) - starts
+    width = int(counts.sum())
+
+    def convert(value: Any) -> np.ndarray:
+        vector = np.zeros(width, np.float32)
+        vector[columns + np.asarray(value).reshape(-1)] = 1.0
+        return vector
+
+    return ArraySpec((width,), "float32"), convert

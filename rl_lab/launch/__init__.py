@@ -1,0 +1,1 @@
+"""Where processes run: rank, world size, device."""

@@ -1,0 +1,1 @@
+"""The loop and what it stands on: phases, cadences, collection, capture, evaluation."""

@@ -1,0 +1,90 @@
+"""Evaluation with its own environments and its own randomness: it never changes training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_lab.episode_tracker import Episode, return_statistics
+from rl_lab.orchestration.collector import Collector, Policy
+from rl_lab.records import ActMode
+from rl_lab.utils.seeding import derive_seed
+
+
+@dataclass
+class Evaluation:
+    """Finished episodes in a fixed order, and the frames of the first one where asked for."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    frames: list[np.ndarray] = field(default_factory=list)  # (H, W, 3) uint8 each
+    seed: int = 0
+
+    @property
+    def returns(self) -> list[float]:
+        return [episode.episode_return for episode in self.episodes]
+
+    def metrics(self) -> dict[str, float]:
+        return {f"eval/{key.removeprefix('log/')}": v for key, v in return_statistics(self.episodes).items()}
+
+
+class Evaluator:
+    """Runs N episodes. Environment i plays episodes i, i+n, …, so that short episodes are not favoured."""
+
+    def __init__(
+        self,
+        make_environment: Callable[[int, bool], Any],  # (seed, render) -> VectorEnv
+        *,
+        device: torch.device | str,
+        seed: int,
+    ) -> None:
+        self.make_environment = make_environment
+        self.device = torch.device(device)
+        self.seed = seed
+
+    def run(
+        self,
+        policy: Policy,
+        *,
+        episodes: int,
+        label: int | str = 0,  # with the seed, decides the episodes: the same label gives the same ones
+        sample: bool = False,
+        video: bool = False,
+        max_frames: int = 1000,
+        on_rows: Callable[[Mapping[str, Any]], None] | None = None,
+        on_episode: Callable[[Episode], None] | None = None,
+    ) -> Evaluation:
+        """Play `episodes` episodes; rows and finished episodes are handed out as they come."""
+        seed = derive_seed(self.seed, "evaluate", label)
+        environment = self.make_environment(seed, video)
+        collector = Collector(
+            environment,
+            device=self.device,
+            generator=torch.Generator(self.device).manual_seed(seed),
+            rows_on_host=True,
+        )
+        evaluation = Evaluation(seed=seed)
+        n = environment.num_envs
+        finished: list[list[Episode]] = [[] for _ in range(n)]
+        quota = [len(range(env, episodes, n)) for env in range(n)]
+        try:
+            collector.reset()
+            while any(len(done) < want for done, want in zip(finished, quota)):
+                if video and not finished[0] and len(evaluation.frames) < max_frames:
+                    collector.settle()
+                    evaluation.frames.append(environment.render())
+                result = collector.step(policy, ActMode(sample=sample))
+                if on_rows and result.trajectory:
+                    on_rows(result.trajectory)
+                for episode in collector.tracker.drain():
+                    if len(finished[episode.env]) < quota[episode.env]:
+                        finished[episode.env].append(episode)
+                        if on_episode:
+                            on_episode(episode)
+        finally:
+            environment.close()
+        evaluation.episodes = [finished[i % n][i // n] for i in range(episodes)]
+        return evaluation

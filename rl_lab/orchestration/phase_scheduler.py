@@ -1,0 +1,251 @@
+"""A finite state machine that walks the phases and says what to do next.
+
+Integers in, names out; no torch. A *cycle* is one pass over a phase's hooks. A phase ends when its
+duration is reached: at once for updates, at the end of the running cycle for steps and cycles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rl_lab.errors import CheckpointError, ConfigError
+from rl_lab.orchestration.cadence import EVERY_KEYS, Every, Ratio
+from rl_lab.orchestration.phases import HookUse, PhaseDefinition
+
+
+class PhaseView(Mapping[str, Any]):
+    """The running phase as workflows see it: read-only, with `name`, `type`, `progress`, `iteration`, `set`."""
+
+    def __init__(self, phase: PhaseDefinition, scheduler: PhaseScheduler) -> None:
+        self._scheduler = scheduler
+        collect = next((use.options for use in phase.hooks if use.kind == "collect"), {})
+        self._fields = {
+            "name": phase.name,
+            "type": phase.type,
+            "iteration": phase.iteration,
+            "set": phase.set,
+            "freeze": phase.freeze,
+            "collect": collect,
+        }
+
+    def __getitem__(self, key: str) -> Any:
+        return self._scheduler.progress() if key == "progress" else self._fields[key]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._fields
+        yield "progress"
+
+    def __len__(self) -> int:
+        return len(self._fields) + 1
+
+
+class PhaseScheduler:
+    """`next_action()` names the next piece of work; `advance(action, …)` says that it was done."""
+
+    def __init__(
+        self,
+        phases: list[PhaseDefinition],
+        *,
+        total_timesteps: int | None = None,
+        is_ready: Callable[[str, PhaseDefinition], bool] = lambda hook, phase: True,
+    ) -> None:
+        for phase in phases:
+            endless = not (phase.duration_steps or phase.duration_updates or phase.duration_cycles)
+            if endless and not total_timesteps:
+                raise ConfigError(
+                    f"phase '{phase.name}' has no duration and training.total_timesteps is not set"
+                )
+            if endless and not phase.collects:
+                raise ConfigError(
+                    f"phase '{phase.name}' collects nothing and would never end: give it a duration"
+                )
+        self.phases = phases
+        self.total_timesteps = total_timesteps
+        self.is_ready = is_ready
+        self.totals = {"env_steps": 0, "updates": 0, "cycles": 0, "episodes": 0}
+        self.hook_calls: dict[str, int] = {}
+        self.skipped: set[str] = set()  # updates passed over because the buffer was not ready
+        self._begin(0)
+
+    # ---------------------------------------------------------------- the machine
+
+    def current_phase(self) -> PhaseDefinition | None:
+        return self.phases[self._index] if self._index < len(self.phases) else None
+
+    def view(self) -> PhaseView:
+        assert self._view is not None
+        return self._view
+
+    def next_action(self) -> str | None:
+        """Name of the next piece of work, or None when training has ended."""
+        idle_cycles = 0
+        while (phase := self.current_phase()) is not None:
+            while self._position < len(phase.hooks):
+                if self._owed(phase, self._position) > 0:
+                    return phase.hooks[self._position].name
+                self._position += 1
+                self._calls = self._steps_here = 0
+            idle_cycles = 0 if self._active else idle_cycles + 1
+            self._end_cycle(phase)
+            if idle_cycles > 1 and not phase.duration_cycles:
+                raise ConfigError(
+                    f"phase '{phase.name}' has nothing to do: none of its hooks "
+                    f"({', '.join(use.name for use in phase.hooks)}) can run"
+                )
+        return None
+
+    def advance(self, action: str, *, steps: int = 0, episodes: int = 0, done: bool = True) -> None:
+        """Count one finished piece of work. `done=False`: a transform has more of the buffer to walk."""
+        phase = self.current_phase()
+        if phase is None or phase.hooks[self._position].name != action:
+            raise ValueError(f"'{action}' was not the action that next_action() gave")
+        use = phase.hooks[self._position]
+        self._active = True
+        self._calls += 1
+        self._steps_here += steps
+        self.hook_calls[action] = self.hook_calls.get(action, 0) + 1
+        self.totals["env_steps"] += steps
+        self.totals["episodes"] += episodes
+        self.counts["env_steps"] += steps
+        if use.kind in ("update", "evolve"):
+            self.totals["updates"] += 1
+            self.counts["updates"] += 1
+        if use.kind == "transform" and done:
+            self._calls = use.repeat
+        elif use.kind == "transform":
+            self._calls = 0
+        if self._position in self._ratios:
+            self._ratios[self._position].pay()
+        if self._position in self._everies:
+            self._everies[self._position].fired(self.totals)
+        if steps:
+            for position, ratio in self._ratios.items():
+                if self.is_ready(phase.hooks[position].name, phase):
+                    ratio.earn(steps)
+        if phase.duration_updates and self.counts["updates"] >= phase.duration_updates:
+            self._begin(self._index + 1)
+
+    def progress(self) -> float:
+        """How much of the running phase is done, 0 to 1."""
+        phase = self.current_phase()
+        if phase is None:
+            return 1.0
+        done = [
+            self.counts[counter] / limit
+            for counter, limit in (
+                ("env_steps", phase.duration_steps),
+                ("updates", phase.duration_updates),
+                ("cycles", phase.duration_cycles),
+            )
+            if limit
+        ]
+        if not done and self.total_timesteps:
+            done = [self.totals["env_steps"] / self.total_timesteps]
+        return min(1.0, max(done, default=0.0))
+
+    # ---------------------------------------------------------------- inside
+
+    def _begin(self, index: int) -> None:
+        self._index = index
+        self._position = 0  # which hook of the cycle
+        self._calls = 0  # of that hook, this cycle
+        self._steps_here = 0  # environment steps that hook made, this cycle
+        self._active = False  # whether this cycle did anything
+        self.counts = {"env_steps": 0, "updates": 0, "cycles": 0}  # of this phase
+        self._ratios: dict[int, Ratio] = {}
+        self._everies: dict[int, Every] = {}
+        self._view = None
+        phase = self.current_phase()
+        if phase is None:
+            return
+        self._view = PhaseView(phase, self)
+        for position, use in enumerate(phase.hooks):
+            if use.updates_per_env_step is not None:
+                self._ratios[position] = Ratio(use.updates_per_env_step, use.max_burst)
+            if use.every is not None:
+                every = Every(use.every[1], EVERY_KEYS[use.every[0]])
+                every.fired(self.totals)  # a phase begins with nothing owed
+                self._everies[position] = every
+
+    def _owed(self, phase: PhaseDefinition, position: int) -> int:
+        use = phase.hooks[position]
+        if use.kind == "collect":
+            return self._owed_steps(phase, use)
+        if (
+            use.kind in ("update", "transform")
+            and phase.type == "online"
+            and not self.is_ready(use.name, phase)
+        ):
+            self.skipped.add(use.name)
+            return 0
+        if position in self._ratios:
+            return self._ratios[position].owed
+        if position in self._everies:
+            return int(self._everies[position].due(self.totals))
+        return use.repeat - self._calls
+
+    def _owed_steps(self, phase: PhaseDefinition, use: HookUse) -> int:
+        if self._steps_over(phase):
+            return 0
+        if use.env_steps:
+            return use.env_steps - self._steps_here
+        return use.repeat - self._calls
+
+    def _steps_over(self, phase: PhaseDefinition) -> bool:
+        over = bool(phase.duration_steps) and self.counts["env_steps"] >= (phase.duration_steps or 0)
+        return over or self._total_reached()
+
+    def _total_reached(self) -> bool:
+        return bool(self.total_timesteps) and self.totals["env_steps"] >= (self.total_timesteps or 0)
+
+    def _end_cycle(self, phase: PhaseDefinition) -> None:
+        self._position = self._calls = self._steps_here = 0
+        self._active = False
+        self.counts["cycles"] += 1
+        self.totals["cycles"] += 1
+        if self._total_reached() and self.counts["env_steps"]:
+            self._begin(len(self.phases))  # the total ends training, whatever phases are left
+        elif self._steps_over(phase) or (
+            phase.duration_cycles and self.counts["cycles"] >= phase.duration_cycles
+        ):
+            self._begin(self._index + 1)
+
+    # ---------------------------------------------------------------- checkpoint
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "phases": [phase.name for phase in self.phases],
+            "index": self._index,
+            "position": self._position,
+            "calls": self._calls,
+            "steps_here": self._steps_here,
+            "active": self._active,
+            "counts": dict(self.counts),
+            "totals": dict(self.totals),
+            "hook_calls": dict(self.hook_calls),
+            "skipped": sorted(self.skipped),
+            "ratio_credits": {position: ratio.credit for position, ratio in self._ratios.items()},
+            "every_passed": {position: every.passed for position, every in self._everies.items()},
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        names = [phase.name for phase in self.phases]
+        if list(state["phases"]) != names:
+            raise CheckpointError(
+                f"the checkpoint walked the phases {list(state['phases'])}, the config has {names}; "
+                "resume with the run's own phases, or start a new run that loads its weights"
+            )
+        self._begin(int(state["index"]))
+        self._position = int(state["position"])
+        self._calls = int(state["calls"])
+        self._steps_here = int(state["steps_here"])
+        self._active = bool(state["active"])
+        self.counts = {key: int(value) for key, value in state["counts"].items()}
+        self.totals = {key: int(value) for key, value in state["totals"].items()}
+        self.hook_calls = {key: int(value) for key, value in state["hook_calls"].items()}
+        self.skipped = set(state["skipped"])
+        for position, credit in state["ratio_credits"].items():
+            self._ratios[int(position)].credit = float(credit)
+        for position, passed in state["every_passed"].items():
+            self._everies[int(position)].passed = int(passed)

@@ -1,0 +1,104 @@
+"""What a run says about itself at the log cadence: metrics, returns, rates, where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rl_lab.episode_tracker import Episode, return_statistics
+from rl_lab.utils.logger import prefixed
+from rl_lab.utils.timing import Stopwatch
+
+
+class RunLog:
+    """Collects between log lines; `write` drains everything into the logger and the progress display."""
+
+    def __init__(
+        self,
+        logger: Any,  # ExperimentLogger
+        *,
+        progress: Any = None,
+        stopwatch: Stopwatch | None = None,
+        frames_per_step: int = 1,
+        total_steps: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.logger = logger
+        self.progress = progress
+        self.stopwatch = stopwatch or Stopwatch()
+        self.frames_per_step = frames_per_step
+        self.total_steps = total_steps
+        self.clock = clock
+        self.last_return: float | None = None
+        self.last_evaluation: float | None = None
+        self._episodes: list[Episode] = []
+        self._collect: dict[str, list[float]] = {}
+        self._since = (clock(), 0, 0)
+
+    def begin(self, totals: Mapping[str, int]) -> None:
+        """Rates count from here (a resumed run starts at its own step)."""
+        self._since = (self.clock(), totals["env_steps"], totals["updates"])
+
+    def collected(self, metrics: Mapping[str, float], episodes: list[Episode]) -> None:
+        for key, value in metrics.items():
+            self._collect.setdefault(key, []).append(float(value))
+        self._episodes += episodes
+
+    def counters(self, totals: Mapping[str, int]) -> dict[str, int]:
+        """Agent steps, environment frames and updates, side by side in every line."""
+        steps = totals["env_steps"]
+        return {"step": steps, "frames": steps * self.frames_per_step, "updates": totals["updates"]}
+
+    def write(
+        self, totals: Mapping[str, int], meters: Iterable[tuple[str, Any]], *, phase: str, progress: float
+    ) -> dict[str, float]:
+        """One log line. `meters`: (prefix, MetricMeter) of each hook; returns what was logged."""
+        metrics: dict[str, float] = {}
+        for prefix, meter in meters:
+            metrics |= prefixed(meter.drain(), prefix)
+        collected = {key: sum(values) / len(values) for key, values in self._collect.items()}
+        metrics |= prefixed(collected, "collect")
+        statistics = return_statistics(self._episodes)
+        metrics |= prefixed({key.removeprefix("log/"): value for key, value in statistics.items()}, "collect")
+        self.last_return = statistics.get("return_mean", self.last_return)
+        metrics["collect/episodes"] = totals["episodes"]
+        metrics |= self._rates(totals)
+        metrics |= self.stopwatch.drain()
+        metrics["workflow/phase_progress"] = progress
+        self._episodes, self._collect = [], {}
+        with self.stopwatch("log"):
+            self.logger.scalars(metrics, **self.counters(totals))
+        if self.progress is not None:
+            self.progress.update(self._headline(totals, metrics, phase, progress))
+        return metrics
+
+    def evaluation(self, metrics: Mapping[str, float], totals: Mapping[str, int]) -> None:
+        self.last_evaluation = metrics.get("eval/return_mean", self.last_evaluation)
+        self.logger.scalars(prefixed(metrics, "eval"), **self.counters(totals))
+
+    def _rates(self, totals: Mapping[str, int]) -> dict[str, float]:
+        then, steps, updates = self._since
+        now = self.clock()
+        seconds = max(now - then, 1e-9)
+        self._since = (now, totals["env_steps"], totals["updates"])
+        return {
+            "time/env_steps_per_second": (totals["env_steps"] - steps) / seconds,
+            "time/updates_per_second": (totals["updates"] - updates) / seconds,
+        }
+
+    def _headline(
+        self, totals: Mapping[str, int], metrics: Mapping[str, float], phase: str, progress: float
+    ) -> dict[str, Any]:
+        return {
+            "phase": phase,
+            "phase_progress": progress,
+            "step": totals["env_steps"],
+            "total": self.total_steps,
+            "updates": totals["updates"],
+            "episodes": totals["episodes"],
+            "env_steps_per_second": metrics["time/env_steps_per_second"],
+            "updates_per_second": metrics["time/updates_per_second"],
+            "return": self.last_return,
+            "eval_return": self.last_evaluation,
+        }

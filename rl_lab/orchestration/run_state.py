@@ -1,0 +1,103 @@
+"""Everything a run must remember, as one dict, and back again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from rl_lab.errors import CheckpointError
+from rl_lab.utils.checkpoint import CHECKPOINT_VERSION, load_matching
+from rl_lab.utils.seeding import Generators
+
+
+class RunState:
+    """Gathers and restores the state of the parts that it was given; any of them may be absent."""
+
+    def __init__(
+        self,
+        *,
+        workflow: Any,
+        scheduler: Any,
+        components: Mapping[str, Any] | None = None,
+        controller_manager: Any = None,
+        optimizers: Mapping[str, Any] | None = None,
+        generators: Generators | None = None,
+        storage: Any = None,
+        collector: Any = None,
+    ) -> None:
+        self.workflow = workflow
+        self.scheduler = scheduler
+        self.components = dict(components or {})
+        self.controller_manager = controller_manager
+        self.optimizers = dict(optimizers or {})
+        self.generators = generators
+        self.storage = storage
+        self.collector = collector
+
+    def gather(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        # The collector first: settling what is in flight may still move the others.
+        collector = self.collector.get_state() if self.collector is not None else {}
+        generators = self.generators.get_state() if self.generators else {}
+        if self.storage is not None and generators:
+            generators["cpu"] |= self.storage.generator_states()
+        snapshot = getattr(self.workflow, "_snapshot_episode_tracking", dict)
+        return {
+            "version": CHECKPOINT_VERSION,
+            "global_step": self.scheduler.totals["env_steps"],
+            "workflow_name": type(self.workflow).__name__,
+            "phase_state": self.scheduler.get_state(),
+            "components": self.component_weights(),
+            "controllers": self.controller_manager.state_dict() if self.controller_manager else {},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "workflow_custom": self.workflow.get_state(),
+            "episode_tracking": snapshot(),
+            "generators": generators,
+            "storage": self.storage.get_state() if self.storage is not None else {},
+            "collector": collector,
+            **(extra or {}),
+        }
+
+    def component_weights(self) -> dict[str, Any]:
+        return {
+            name: part.state_dict() for name, part in self.components.items() if isinstance(part, nn.Module)
+        }
+
+    def restore(self, state: Mapping[str, Any], empty_buffers: Sequence[str] = ()) -> None:
+        """Load a full state. Buffers' rows are restored apart, before this; some may have stayed empty."""
+        name = type(self.workflow).__name__
+        if state["workflow_name"] != name:
+            raise CheckpointError(
+                f"the checkpoint was made by {state['workflow_name']}, this run uses {name}"
+            )
+        modules = {key: part for key, part in self.components.items() if isinstance(part, nn.Module)}
+        load_matching(modules, state["components"], prefix="components")
+        if self.controller_manager is not None:
+            load_matching(dict(self.controller_manager.modules()), state["controllers"], prefix="controllers")
+        load_matching(self.optimizers, state["optimizers"], prefix="optimizers")
+        self.scheduler.set_state(state["phase_state"])
+        if self.storage is not None:
+            self.storage.set_state(state["storage"], skip=empty_buffers)
+        if self.collector is not None and state["collector"]:
+            self._restore_collector(state["collector"])
+        restore_tracking = getattr(self.workflow, "_restore_episode_tracking", None)
+        if restore_tracking is not None:
+            restore_tracking(state["episode_tracking"])
+        self.workflow.set_state(state["workflow_custom"])
+        if self.generators is not None:
+            self.generators.set_state(state["generators"])
+
+    def _restore_collector(self, state: Mapping[str, Any]) -> None:
+        fresh = self.collector.set_state(state)
+        if fresh:
+            warnings.warn(
+                f"environments {fresh} did not come back to the observation they were left at: they are not "
+                "deterministic, so they begin a new episode",
+                stacklevel=2,
+            )
+        reset_rollout = getattr(self.workflow, "_reset_rollout_state", None)
+        if reset_rollout is not None:
+            environment = self.collector.environment
+            reset_rollout(initial_obs=environment.last_obs, initial_dones=environment.last_dones)

@@ -1,0 +1,316 @@
+"""What passes between the rooms of the lab.
+
+Plain records, importable without torch: the scheduler, the environments' worker processes and the command
+line all read this file. Tensors appear in annotations only.
+
+Letters used for shapes everywhere: N environments, B batch, T time, H horizon, C×H×W images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+# Columns that every stored row has; observations are stored as "obs/<name>", policy extras under their own names.
+ROW_COLUMNS = ("action", "reward", "terminated", "truncated", "is_first")
+OBS_PREFIX = "obs/"
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype (a numpy name) of one array, without batch dimensions."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "dtype": self.dtype}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ArraySpec:
+        return cls(shape=tuple(int(n) for n in data["shape"]), dtype=str(data["dtype"]))
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """One action as it is stored and sent to the environment.
+
+    discrete:        shape (),  int64, `choices` = (n,)
+    multi_discrete:  shape (k,), int64, `choices` = (n_1, …, n_k)
+    continuous:      shape (d,), float32 in [-1, 1]; the environment's wrapper maps it to `low`…`high`
+    """
+
+    kind: Literal["discrete", "multi_discrete", "continuous"]
+    shape: tuple[int, ...]
+    choices: tuple[int, ...] = ()
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.kind == "continuous" else "int64"
+
+    @property
+    def size(self) -> int:
+        """Width of the action as a network sees it: one-hot choices side by side, or the vector itself."""
+        return self.shape[0] if self.kind == "continuous" else sum(self.choices)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "shape": list(self.shape),
+            "choices": list(self.choices),
+            "low": list(self.low),
+            "high": list(self.high),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ActionSpec:
+        return cls(
+            kind=data["kind"],
+            shape=tuple(data["shape"]),
+            choices=tuple(data["choices"]),
+            low=tuple(data["low"]),
+            high=tuple(data["high"]),
+        )
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an environment offers: the one source of shapes for components, buffers and `_dims`."""
+
+    name: str
+    observations: dict[str, ArraySpec]
+    action: ActionSpec
+    action_repeat: int = 1  # environment frames per agent decision
+
+    @property
+    def num_actions(self) -> int:
+        """Number of discrete choices, or the width of a continuous action."""
+        return self.action.size
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "observations": {key: spec.to_dict() for key, spec in self.observations.items()},
+            "action": self.action.to_dict(),
+            "action_repeat": self.action_repeat,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Spec:
+        return cls(
+            name=data["name"],
+            observations={key: ArraySpec.from_dict(s) for key, s in data["observations"].items()},
+            action=ActionSpec.from_dict(data["action"]),
+            action_repeat=int(data["action_repeat"]),
+        )
+
+    def row_columns(self) -> dict[str, ArraySpec]:
+        """Columns of one stored row, without the policy's extras."""
+        columns = {OBS_PREFIX + key: spec for key, spec in self.observations.items()}
+        columns["action"] = ArraySpec(self.action.shape, self.action.dtype)
+        columns["reward"] = ArraySpec((), "float32")
+        for flag in ("terminated", "truncated", "is_first"):
+            columns[flag] = ArraySpec((), "bool")
+        return columns
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """What one call of a hook wants from a buffer.
+
+    A batch has `context + length` rows per sequence; the first `context` rows only give starting state.
+    boundary: "cross"  sequences run over episode ends, `is_first` marks where;
+              "within" sequences lie inside one episode;
+              "pad"    sequences start (pad="right") or end (pad="left") anywhere and stop at the episode's
+                       border; what lies beyond is zero and `mask` is False there.
+    sampler:  "uniform", "online" (fresh sequences first, then uniform), or a name the buffer offers.
+    keys:     columns to fetch; None fetches all.
+    """
+
+    size: int
+    length: int
+    context: int = 0
+    boundary: Literal["cross", "within", "pad"] = "cross"
+    pad: Literal["right", "left"] = "right"
+    sampler: str = "uniform"
+    keys: tuple[str, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.context + self.length
+
+    @property
+    def replayed_steps(self) -> int:
+        """Environment steps that one batch replays: the unit of `replayed_steps_per_env_step`."""
+        return self.size * self.length
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """Where a batch came from: stream (environment) and absolute position of each sequence's first row.
+
+    Positions count every row ever added, so they are also the row's generation: a position older than the
+    ring's tail has been overwritten, and a late write-back to it is dropped.
+    """
+
+    stream: torch.Tensor  # (B,) int64
+    position: torch.Tensor  # (B,) int64
+    buffer: torch.Tensor | None = None  # (B,) int64: which buffer of a mix, None when there is one
+
+
+class Batch(Mapping[str, Any]):
+    """Sequences of stored rows, (B, T, …), with T = context + length.
+
+    Row names work as attributes (`batch.reward`) and keys (`batch["obs/vector"]`); `batch.obs` is the
+    observation dict. Reward, terminated, truncated and is_first are what *arrived with* the observation;
+    `action` was taken after it. `batch.transitions()` gives the plain view (what followed).
+    """
+
+    def __init__(
+        self,
+        columns: dict[str, torch.Tensor],
+        index: RowIndex | None = None,
+        mask: torch.Tensor | None = None,  # (B, T) bool; None: every row is real
+    ) -> None:
+        self.columns = columns
+        self.index = index
+        self.mask = mask
+        self.obs = {
+            key.removeprefix(OBS_PREFIX): value
+            for key, value in columns.items()
+            if key.startswith(OBS_PREFIX)
+        }
+
+    action: torch.Tensor
+    reward: torch.Tensor
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+    is_first: torch.Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        columns = self.__dict__.get("columns", {})
+        if name in columns:
+            return columns[name]
+        raise AttributeError(f"a batch has no column '{name}'; it has {sorted(columns)}")
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self.columns:
+            return self.columns[key]
+        if key in PLAIN_KEYS:
+            return self.transitions()[key]
+        raise KeyError(
+            f"a batch has no column '{key}'; it has {sorted(self.columns)} and {sorted(PLAIN_KEYS)}"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def transitions(self) -> dict[str, Any]:
+        """The plain view: T-1 transitions, each with the reward and end that *followed* its action.
+
+        returns: observations, actions, rewards, dones, terminated, next_observations, each (B, T-1, …), and
+        `valid` (B, T-1), False where the next row belongs to another episode or to padding.
+        Observations are one tensor when there is a single observation key, else a dict.
+        """
+        now = {key: value[:, :-1] for key, value in self.obs.items()}
+        following = {key: value[:, 1:] for key, value in self.obs.items()}
+        valid = ~self.is_first[:, 1:]
+        if self.mask is not None:
+            valid = valid & self.mask[:, :-1] & self.mask[:, 1:]
+        return {
+            "observations": _single(now),
+            "actions": self.action[:, :-1],
+            "rewards": self.reward[:, 1:],
+            "dones": self.terminated[:, 1:] | self.truncated[:, 1:],
+            "terminated": self.terminated[:, 1:],
+            "next_observations": _single(following),
+            "valid": valid,
+        }
+
+
+PLAIN_KEYS = frozenset({"observations", "actions", "rewards", "dones", "next_observations", "valid"})
+
+
+def _single(arrays: dict[str, Any]) -> Any:
+    return next(iter(arrays.values())) if len(arrays) == 1 else arrays
+
+
+@dataclass
+class Imagined:
+    """A dream of H steps from B starting states. Step 0 is the starting state itself.
+
+    `reward[:, t]` and `cont[:, t]` belong to arriving in state t; `action[:, t]` is taken there.
+    """
+
+    state: dict[str, torch.Tensor]  # (B, H+1, …) latent state, by the workflow's own names
+    action: torch.Tensor  # (B, H+1, …) or (B, H, …)
+    reward: torch.Tensor | None = None  # (B, H+1)
+    cont: torch.Tensor | None = None  # (B, H+1) probability of going on, discount included where learned so
+    obs: dict[str, torch.Tensor] | None = None  # decoded observations, where asked for
+
+
+@dataclass(frozen=True)
+class ActMode:
+    """How to choose actions: sampled or best, how much noise, and where randomness comes from."""
+
+    sample: bool = True
+    temperature: float = 1.0
+    epsilon: float = 0.0  # probability of a uniformly random action
+    generator: torch.Generator | None = None
+
+
+@dataclass
+class CollectResult:
+    """One call of `collect_step`. `trajectory` is stored rows, or the plain form (see buffers/plain.py)."""
+
+    steps: int  # agent decisions that the environments carried out; resets are not steps
+    episodes: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    trajectory: Mapping[str, Any] | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class UpdateResult:
+    """One call of a hook: detached 0-d tensors to log, and columns to write back to the sampled rows."""
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    write_back: Mapping[str, torch.Tensor] | None = None  # name -> (B, length, …), the rows after the context
+
+
+@dataclass(frozen=True)
+class NoiseSpec:
+    """Random numbers that a hook's step needs: drawn before the call, so that the step itself is pure."""
+
+    shape: tuple[int, ...]
+    kind: Literal["uniform", "normal"] = "uniform"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One thing a workflow can be asked to do.
+
+    kind "update":     step(batch, scalars, noise) -> UpdateResult; fixed shapes, no host reads: it may
+                       become a CUDA graph. `scalars` and `noise` are dicts of device tensors.
+    kind "transform":  step(batch) -> {column: (B, T, …)}; walks a whole buffer once and stores the columns.
+    kind "evolve":     step is an object with ask / act / tell (see orchestration/evolution.py).
+
+    plain: an ordinary method step(batch, phase=…) -> dict of floats, never captured.
+    """
+
+    step: Any
+    kind: Literal["update", "transform", "evolve"] = "update"
+    batch: BatchSpec | None = None
+    scalars: Callable[[Mapping[str, Any], Mapping[str, int]], Mapping[str, float]] | None = None
+    noise: Mapping[str, NoiseSpec] = field(default_factory=dict)
+    prefix: str = "train"  # of metrics that carry none
+    plain: bool = False

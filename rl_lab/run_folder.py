@@ -1,0 +1,201 @@
+"""The folder of one run: where everything of it lies, and how it is found again.
+
+outputs/2026-11-15/14-30-05/
+├── config.yaml  config/    resolved config; overrides, spec.json
+├── checkpoints/            step_*.pt + manifests, last.pt, best.pt, replay/
+├── metrics.jsonl  tensorboard/
+├── media/                  episodes/{train,test,imagination}  reconstructions  recordings
+├── report/                 written by `rl-lab report`
+├── scripts/                play.sh  resume.sh  eval.py: shims onto this run
+└── code.txt                commit and uncommitted diff of the code that ran
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_lab.errors import ConfigError, LabError
+from rl_lab.records import Spec
+from rl_lab.utils.files import read_json, write_json_atomic
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+KAGGLE_ROOT = Path("/kaggle/working")
+MEDIA = ("episodes/train", "episodes/test", "episodes/imagination", "reconstructions", "recordings")
+
+
+class RunFolder:
+    """Paths and small files of a run."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).expanduser().resolve()
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def media(self) -> Path:
+        return self.path / "media"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def exists(self) -> bool:
+        return self.config_file.is_file()
+
+    def create(self, config: DictConfig, spec: Spec, overrides: list[str]) -> None:
+        """Make the folders and write what never changes."""
+        from omegaconf import OmegaConf
+
+        for folder in (self.checkpoints, self.tensorboard, self.path / "config", self.path / "scripts"):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name in MEDIA:
+            (self.media / name).mkdir(parents=True, exist_ok=True)
+        write_json_atomic(self.path / "config" / "spec.json", spec.to_dict())
+        (self.path / "config" / "overrides.txt").write_text("\n".join(overrides) + "\n")
+        (self.path / "code.txt").write_text(code_state())
+        self._write_scripts()
+        # Last: a folder counts as a run once it has its config.
+        temporary = self.path / "config.yaml.part"
+        temporary.write_text(OmegaConf.to_yaml(config, resolve=True))
+        temporary.replace(self.config_file)
+
+    def load_config(self) -> DictConfig:
+        from omegaconf import DictConfig, OmegaConf
+
+        if not self.exists():
+            raise LabError(f"{self.path} is not a run folder: it has no config.yaml")
+        config = OmegaConf.load(self.config_file)
+        assert isinstance(config, DictConfig)
+        OmegaConf.set_struct(config, True)
+        return config
+
+    def load_spec(self) -> Spec:
+        return Spec.from_dict(read_json(self.path / "config" / "spec.json"))
+
+    def _write_scripts(self) -> None:
+        python = sys.executable
+        shims = {
+            "resume.sh": f'#!/usr/bin/env bash\nexec "{python}" -m rl_lab resume "$(dirname "$0")/.." "$@"\n',
+            "play.sh": f'#!/usr/bin/env bash\nexec "{python}" -m rl_lab play "$(dirname "$0")/.." "$@"\n',
+            "eval.py": (
+                '"""Evaluate this run: python scripts/eval.py [--episodes N …]"""\n\n'
+                "import sys\nfrom pathlib import Path\n\nfrom rl_lab.cli import main\n\n"
+                'sys.exit(main(["eval", str(Path(__file__).resolve().parents[1]), *sys.argv[1:]]))\n'
+            ),
+        }
+        for name, text in shims.items():
+            file = self.path / "scripts" / name
+            file.write_text(text)
+            file.chmod(0o755)
+
+
+def output_root(configured: str | None) -> Path:
+    """Parent of all runs: as configured; on Kaggle a persistent place; else ./outputs."""
+    if configured:
+        return Path(configured).expanduser()
+    if KAGGLE_ROOT.is_dir():
+        return KAGGLE_ROOT / "rl-lab" / "outputs"
+    return Path("outputs")
+
+
+def new_run_folder(root: Path, now: datetime | None = None) -> RunFolder:
+    """outputs/YYYY-MM-DD/HH-MM-SS, with a number behind it when two runs start in one second."""
+    now = now or datetime.now()
+    day = root / now.strftime("%Y-%m-%d")
+    for number in range(1000):
+        path = day / (now.strftime("%H-%M-%S") + (f"-{number}" if number else ""))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"cannot make the run folder {path}: {error}") from error
+        return RunFolder(path)
+    raise ConfigError(f"no free run folder under {day}")
+
+
+def find_run(name: str | Path | None, root: Path) -> RunFolder:
+    """A run by its folder (or a checkpoint inside it); None: the newest under `root`."""
+    if name is not None:
+        path = Path(name).expanduser()
+        for candidate in (path, *path.parents):
+            if (candidate / "config.yaml").is_file():
+                return RunFolder(candidate)
+        raise LabError(f"no run at {path}: expected a folder with config.yaml (rl-lab train prints it)")
+    runs = sorted(root.glob("*/*/config.yaml"), key=lambda file: file.stat().st_mtime)
+    if not runs:
+        raise LabError(f"no run under {root.resolve()}; train one first: rl-lab train")
+    return RunFolder(runs[-1].parent)
+
+
+def code_state() -> str:
+    """Commit and uncommitted diff of the checkout that holds rl_lab, or its version when installed."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        return result.stdout.strip() if result.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        diff = git("diff", "HEAD")
+    except (OSError, subprocess.TimeoutExpired):
+        commit = diff = ""
+    if commit:
+        return f"commit {commit}\n\n{diff}\n"
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"rl-lab {version('rl-lab')} (installed, no git checkout)\n"
+    except PackageNotFoundError:
+        return "rl-lab (no git checkout)\n"
+
+
+def describe_differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Paths whose values differ between two plain configs: path -> (old, new)."""
+    differences: dict[str, tuple[Any, Any]] = {}
+    for key in {*old, *new}:
+        path = f"{prefix}{key}"
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            differences |= describe_differences(before, after, path + ".")
+        elif before != after:
+            differences[path] = (before, after)
+    return differences
+
+
+def process_environment() -> dict[str, str]:
+    """Machine facts kept with results: host name is left out on purpose."""
+    import platform
+
+    return {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpus": str(os.cpu_count()),
+    }

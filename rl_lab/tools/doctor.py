@@ -1,0 +1,245 @@
+"""`rl-lab doctor`: what this machine has, what is missing, and the line that puts it right."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_lab import __version__
+from rl_lab.tools.machine import checkout, commit, cpu_model, memory_bytes, usable_cpus
+from rl_lab.tools.packages import Declared, declared, find, install_line, version_of
+from rl_lab.tools.table import print_table
+
+LOW_DISK = 2 * 2**30  # bytes: a few checkpoints with replay
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: ok, warn (works, but), missing (optional), bad (the core does not work without it), - (a fact)."""
+
+    level: str
+    name: str
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output-root", metavar="DIR", help="where runs are written (default: as `train` would)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print every section; 1 when the core lacks something, else 0."""
+    sections = examine(output_root=args.output_root)
+    for title, findings in sections:
+        print_table([(item.level, item.name, item.text) for item in findings], title=title)
+        print()
+    levels = [item.level for _, findings in sections for item in findings]
+    bad, warnings = levels.count("bad"), levels.count("warn")
+    if bad:
+        print(f"{bad} thing{'s' if bad > 1 else ''} that rl-lab cannot do without: see the lines marked bad")
+        return 1
+    print("ready" + (f", with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""))
+    return 0
+
+
+def examine(output_root: str | None = None) -> list[tuple[str, list[Finding]]]:
+    """Sections of findings, in the order they are shown."""
+    # Without packaging nothing can be compared; check_core says so.
+    needs = declared() if version_of("packaging") else Declared()
+    return [
+        ("RL Lab", check_code()),
+        ("Machine", check_machine(output_root)),
+        ("Core packages", check_core(needs)),
+        ("torch", check_torch()),
+        ("Rendering and video", check_rendering()),
+        ("Extras", check_extras(needs)),
+        ("Versions that do not go together", check_pairs(version_of)),
+    ]
+
+
+def check_code() -> list[Finding]:
+    root = checkout()
+    place = f"checkout {root}" if root else f"installed in {Path(__file__).resolve().parents[2]}"
+    python = platform.python_version()
+    old = sys.version_info < (3, 11)
+    return [
+        Finding("ok", "rl-lab", f"{__version__}, {place}"),
+        Finding("-", "commit", commit() or "unknown: no git checkout with a commit"),
+        Finding(
+            "bad" if old else "ok",
+            "Python",
+            python + (": 3.11 or newer is needed" if old else f", {sys.executable}"),
+        ),
+    ]
+
+
+def check_machine(output_root: str | None = None) -> list[Finding]:
+    from rl_lab.run_folder import output_root as default_root
+    from rl_lab.utils.files import free_bytes
+
+    total, available = memory_bytes()
+    root = default_root(output_root)
+    free = free_bytes(root)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return [
+        Finding("-", "system", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        Finding(
+            "-",
+            "CPU",
+            f"{cpu_model()}, {usable_cpus()} usable" + (f", OMP_NUM_THREADS={threads}" if threads else ""),
+        ),
+        Finding(
+            "-",
+            "memory",
+            f"{_size(total)}, {_size(available)} free" if total else "unknown (psutil is missing)",
+        ),
+        Finding("warn" if free < LOW_DISK else "ok", "disk", f"{_size(free)} free for runs in {root}"),
+    ]
+
+
+def check_core(needs: Declared) -> list[Finding]:
+    if version_of("packaging") is None:
+        return [Finding("bad", "packaging", "not installed: pip install packaging, then run this again")]
+    if not needs.core:
+        return [
+            Finding(
+                "warn",
+                "rl-lab",
+                "runs from a bare folder, so its requirements are unknown: pip install rl-lab",
+            )
+        ]
+    findings = []
+    for requirement in needs.core:
+        for package in find(requirement):
+            if package.version is None:
+                text = f"not installed: pip install '{package.name}{package.wanted}'"
+                findings.append(Finding("bad", package.name, text))
+            elif not package.fits:
+                text = f"{package.version}, but {package.wanted} is tested: pip install '{package.name}{package.wanted}'"
+                findings.append(Finding("warn", package.name, text))
+            else:
+                findings.append(Finding("ok", package.name, package.version))
+    return findings
+
+
+def check_torch() -> list[Finding]:
+    """What torch can compute on; this is the one slow import."""
+    try:
+        import torch
+    except ImportError as error:
+        return [Finding("bad", "torch", f"cannot be imported ({error}): pip install 'torch>=2.11,<2.14'")]
+    findings = [Finding("ok", "torch", f"{torch.__version__}, {torch.get_num_threads()} threads")]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            text = f"{facts.name}, {_size(facts.total_memory)}, CUDA {torch.version.cuda}"
+            text += ", bfloat16" if torch.cuda.is_bf16_supported() else ", no bfloat16"
+            findings.append(Finding("ok", f"cuda:{index}", text))
+    else:
+        built = (
+            f"built for CUDA {torch.version.cuda}, but no GPU answers"
+            if torch.version.cuda
+            else "a CPU build of torch"
+        )
+        findings.append(Finding("warn" if _has_nvidia() else "-", "cuda", f"not available: {built}"))
+    mps = torch.backends.mps.is_available()
+    findings.append(Finding("ok" if mps else "-", "mps", "available" if mps else "not available"))
+    return findings
+
+
+def check_rendering() -> list[Finding]:
+    backend = os.environ.get("MUJOCO_GL")
+    libraries = {name: ctypes.util.find_library(name) for name in ("EGL", "OSMesa", "GL")}
+    screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
+    findings = [
+        Finding("-", "screen", "yes" if screen else "none: MuJoCo needs MUJOCO_GL=egl or osmesa for pixels")
+    ]
+    text = backend or ("not set" if screen else "not set: export MUJOCO_GL=egl before rendering MuJoCo")
+    wanted = {"egl": "EGL", "osmesa": "OSMesa"}.get(backend or "")
+    lacking = bool(wanted) and libraries[wanted or ""] is None
+    if lacking:
+        text += f", but no {wanted} library was found"
+    findings.append(Finding("warn" if lacking else "-", "MUJOCO_GL", text))
+    packages = {"EGL": "libegl1", "OSMesa": "libosmesa6", "GL": "libgl1"}
+    for name, library in libraries.items():
+        missing = f"not found: apt-get install {packages[name]} (Debian, Ubuntu)"
+        findings.append(Finding("ok" if library else "missing", name, library or missing))
+    findings.append(_ffmpeg())
+    return findings
+
+
+def _ffmpeg() -> Finding:
+    try:
+        import imageio_ffmpeg
+
+        return Finding("ok", "ffmpeg", f"{imageio_ffmpeg.get_ffmpeg_exe()} (imageio-ffmpeg)")
+    except (ImportError, RuntimeError):
+        pass
+    found = shutil.which("ffmpeg")
+    # The writer goes through imageio-ffmpeg; a program alone does not help it.
+    where = f" ({found} is there, but not imageio-ffmpeg)" if found else ""
+    return Finding("missing", "ffmpeg", f"videos are written as GIF{where}; for mp4: {install_line('video')}")
+
+
+def check_extras(needs: Declared) -> list[Finding]:
+    """One line per extra: its packages with versions, or the line that installs it."""
+    findings = []
+    for extra in needs.extras:
+        packages = list(
+            {item.name: item for requirement in needs.of_extra(extra) for item in find(requirement)}.values()
+        )
+        missing = [package.name for package in packages if package.version is None]
+        unfit = [f"{p.name} {p.version} instead of {p.wanted}" for p in packages if p.version and not p.fits]
+        if missing:
+            findings.append(
+                Finding("missing", extra, f"{install_line(extra)}   (lacks {', '.join(missing)})")
+            )
+        elif unfit:
+            findings.append(Finding("warn", extra, f"{', '.join(unfit)}: {install_line(extra)}"))
+        else:
+            findings.append(Finding("ok", extra, ", ".join(f"{p.name} {p.version}" for p in packages)))
+    return findings
+
+
+def check_pairs(version: Callable[[str], str | None]) -> list[Finding]:
+    """Versions that install together and then fail; `version(name)` is None for what is absent."""
+    if version("packaging") is None:
+        return []
+    from packaging.version import Version
+
+    def at_least(name: str, bound: str) -> bool:
+        found = version(name)
+        return found is not None and Version(found) >= Version(bound)
+
+    findings = []
+    if version("dm-control") and at_least("mujoco", "4"):
+        text = "every suite.load fails with mujoco 4: pip install 'dm-control==1.0.50' 'mujoco==3.17.0'"
+        findings.append(Finding("warn", f"dm-control + mujoco {version('mujoco')}", text))
+    if at_least("omegaconf", "2.4"):
+        text = "hydra 1.3 was written against 2.3: pip install 'omegaconf>=2.3,<2.4'"
+        findings.append(Finding("warn", f"omegaconf {version('omegaconf')}", text))
+    torch = version("torch")
+    if torch and not (at_least("torch", "2.11") and not at_least("torch", "2.14")):
+        findings.append(
+            Finding("warn", f"torch {torch}", "tested with 2.11 to 2.13: pip install 'torch>=2.11,<2.14'")
+        )
+    if version("pygame") and version("pygame-ce"):
+        text = "both install into one folder: pip uninstall -y pygame pygame-ce && pip install pygame-ce"
+        findings.append(Finding("warn", "pygame + pygame-ce", text))
+    return findings or [Finding("ok", "none found", "")]
+
+
+def _has_nvidia() -> bool:
+    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists()
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

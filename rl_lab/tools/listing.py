@@ -1,0 +1,175 @@
+"""`rl-lab list`: what can be chosen by name, one line each, with the words that the config itself begins with."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rl_lab
+from rl_lab.errors import LabError
+from rl_lab.tools.packages import declared, find, install_line
+from rl_lab.tools.table import print_table
+
+# What is listed -> (folder of configs, how it is chosen on the command line).
+GROUPS = {
+    "experiments": ("experiment", "rl-lab train +experiment=NAME"),
+    "workflows": ("workflow", "workflow=NAME in an experiment"),
+    "algorithms": ("algorithm", "algorithm=NAME in an experiment: hyperparameters"),
+    "components": ("components", "components/KIND=NAME"),
+    "controllers": ("controller", "controller=NAME"),
+    "optimizers": ("optimizers", "optimizers=NAME"),
+    "buffers": ("buffer", "buffer=NAME"),
+    "environments": ("environment", "environment=NAME"),
+    "phases": ("phases", "phases=NAME"),
+    "sizes": ("size", "size=NAME"),
+    "debug": ("debug", "debug=NAME"),
+}
+KINDS = (*GROUPS, "benchmarks")
+PACKAGED = Path(rl_lab.__file__).resolve().parent / "configs"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing to choose: its name, what it says of itself, and where it is from when it is not ours."""
+
+    name: str
+    text: str
+    place: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", choices=KINDS, help="one kind only (default: all)")
+    parser.add_argument(
+        "--config-dir",
+        metavar="DIR",
+        type=Path,
+        action="append",
+        default=[],
+        help="also look in this folder of configs; ./configs is looked at anyway",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    folders = config_folders(args.config_dir)
+    for kind in (args.what,) if args.what else KINDS:
+        entries, how = list_kind(kind, folders)
+        if not entries and args.what is None and kind != "environments":
+            continue
+        print_table(
+            [(entry.name, entry.text + (f"  ({entry.place})" if entry.place else "")) for entry in entries],
+            title=f"{kind}: {how}" if how else kind,
+        )
+        if kind == "environments":
+            print()
+            print_table(describe_suites(), title="suites: environment.task=SUITE/TASK")
+        if args.what is None:
+            print()
+    return 0
+
+
+def list_kind(kind: str, folders: Sequence[Path] = (PACKAGED,)) -> tuple[list[Entry], str]:
+    """Entries of one kind, and how one is chosen."""
+    if kind == "benchmarks":
+        return _benchmarks(), "rl-lab bench NAME"
+    group, how = GROUPS[kind]
+    return list(list_configs(group, folders)), how
+
+
+def config_folders(given: Sequence[Path] = ()) -> list[Path]:
+    """The shipped configs, then the user's; each folder once, however it was reached."""
+    for folder in given:
+        if not folder.is_dir():
+            raise LabError(f"--config-dir {folder}: there is no such folder")
+    own = Path("configs")
+    folders = [PACKAGED, *given, *([own] if own.is_dir() else [])]
+    return list({folder.resolve(): folder for folder in folders}.values())
+
+
+def list_configs(group: str, folders: Sequence[Path] = (PACKAGED,)) -> Iterator[Entry]:
+    """Every YAML of a group, folders within it as part of the name ("encoder/mlp")."""
+    for folder in folders:
+        base = folder / group
+        for file in sorted([*base.rglob("*.yaml"), *base.rglob("*.yml")], key=_natural):
+            name = file.relative_to(base).with_suffix("").as_posix()
+            place = "" if folder == PACKAGED else os.path.relpath(file)
+            yield Entry(name, describe_config(file), place)
+
+
+def describe_config(file: Path) -> str:
+    """The first comment line that is not Hydra's `@package`; else the first `_target_`; else what it is."""
+    target = ""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        return f"cannot be read: {error}"
+    for line in lines:
+        text = line.strip()
+        if text.startswith("#"):
+            words = text.lstrip("#").strip()
+            if words and not words.startswith("@package"):
+                return words
+        elif text.startswith("_target_:") and not target:
+            target = text.removeprefix("_target_:").strip()
+    return target or "no description: give the file a first line that begins with #"
+
+
+def describe_suites() -> list[tuple[str, str, str]]:
+    """(suite, ready or missing, what it is or the line that installs it)"""
+    import ast
+    import importlib.util
+
+    try:
+        from rl_lab.environments.make import suites
+    except ImportError as error:
+        return [("-", "missing", f"environments cannot be loaded ({error}); rl-lab doctor says more")]
+    extras = declared()
+    rows = []
+    for suite, module in sorted(suites().items()):
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:
+            rows.append((suite, "missing", f"its module {module} is not there"))
+            continue
+        # Read, not imported: an adapter of another package may be heavy or broken.
+        tree = ast.parse(Path(spec.origin).read_text())
+        extra = _constant(tree, "EXTRA")
+        lacking = [
+            package.name
+            for requirement in (extras.of_extra(extra) if extra in extras.extras else [])
+            for package in find(requirement)
+            if package.version is None
+        ]
+        text = (ast.get_docstring(tree) or module).partition("\n")[0].removeprefix(f"Suite `{suite}`: ")
+        rows.append((suite, "missing" if lacking else "ready", install_line(extra) if lacking else text))
+    return rows
+
+
+def _constant(tree: object, name: str) -> str:
+    """The string that a module assigns to `name` at its top level, or ""."""
+    import ast
+
+    assert isinstance(tree, ast.Module)
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            value = getattr(node, "value", None)
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                return value.value
+    return ""
+
+
+def _natural(file: Path) -> list[tuple[int, str]]:
+    """Order in which 1m comes before 12m."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", file.as_posix())]
+
+
+def _benchmarks() -> list[Entry]:
+    from rl_lab.tools.bench import describe_benchmarks
+
+    try:
+        return [Entry(name, text) for name, text in describe_benchmarks().items()]
+    except LabError as error:
+        return [Entry("-", str(error))]

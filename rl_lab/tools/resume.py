@@ -1,0 +1,28 @@
+"""`rl-lab resume RUN`: go on from the newest good checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", help="run folder (default: the newest under ./outputs)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="safe changes, e.g. training.total_timesteps"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    from rl_lab.run_folder import find_run, output_root
+    from rl_lab.training import resume
+
+    overrides = list(args.overrides)
+    if args.run and "=" in args.run:
+        overrides.insert(0, args.run)
+        args.run = None
+    folder = find_run(args.run, output_root(None))
+    result = resume(folder.path, overrides)
+    print(
+        f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
+    )
+    return 0

@@ -1,0 +1,77 @@
+"""`rl-lab train`: compose a config from the words given, and train it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+EPILOG = """examples:
+  rl-lab train                                          the default experiment
+  rl-lab train +experiment=dreamer_cartpole debug=tiny  seconds, to see that it runs
+  rl-lab train environment=pendulum experiment.seed=1   other environment, other seed
+  rl-lab train --multirun experiment.seed=0,1,2         several runs
+  rl-lab train --cfg job --resolve                      print the config and stop"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides and group choices")
+    parser.add_argument("--cfg", "-c", choices=("job",), help="print the config and stop")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: interpolations resolved")
+    parser.add_argument("--package", "-p", help="with --cfg: only this part, e.g. training (or _global_)")
+    parser.add_argument(
+        "--multirun", "-m", action="store_true", help="one run per combination of a,b,c values"
+    )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        action="append",
+        default=[],
+        help="a folder of your own configs (may be repeated)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.multirun:
+        from rl_lab.multirun import multirun
+
+        multirun(args.overrides, args.config_dir)
+        return 0
+    from rl_lab.compose import compose_config
+
+    config = compose_config(args.overrides, config_dirs=args.config_dir)
+    if args.cfg:
+        print(_config_text(config, args.resolve, args.package), end="")
+        return 0
+    from rl_lab.training import train_config
+
+    result = train_config(config, args.overrides)
+    print(
+        f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
+    )
+    return 0
+
+
+def _config_text(config: object, resolve: bool, package: str | None) -> str:
+    """The config as YAML, `_dims` filled in from the environment."""
+    from omegaconf import DictConfig, OmegaConf
+
+    from rl_lab.build import environment_spec
+    from rl_lab.compose import fill_dims
+    from rl_lab.errors import ConfigError, MissingPackageError, closest
+
+    assert isinstance(config, DictConfig)
+    OmegaConf.set_struct(config, False)
+    try:
+        fill_dims(config, environment_spec(config))
+    except MissingPackageError as error:
+        print(f"# _dims not filled: {error}", file=sys.stderr)
+    part: object = config
+    if package and package != "_global_":
+        part = OmegaConf.select(config, package)
+        if part is None:
+            raise ConfigError(
+                f"the config has no part '{package}'.{closest(package, [str(k) for k in config])}"
+            )
+    return OmegaConf.to_yaml(part, resolve=resolve)

@@ -1,0 +1,1 @@
+"""Checkpoints, logging, seeds and files: nothing with RL meaning."""

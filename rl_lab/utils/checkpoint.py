@@ -1,0 +1,224 @@
+"""Checkpoints: whole, checked, and loadable as data.
+
+    checkpoints/
+      step_000012000.pt      one dict, loadable with torch.load(weights_only=True)
+      step_000012000.json    manifest, written last: sizes and checksums of the state and of every replay file
+      last.pt                link to the newest
+      best.pt, best.json     weights only: `save(tag="best")`
+      replay/<buffer>/…      files of buffers, shared between manifests
+
+A checkpoint exists when its manifest does, and nothing that a kept manifest names is ever changed or deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rl_lab.errors import CheckpointError
+from rl_lab.utils.checkpoint_load import (
+    Loaded,
+    load_checkpoint,
+    manifest_step,
+    manifests,
+    named_replay,
+    restore_buffers,
+    say,
+)
+from rl_lab.utils.files import free_bytes, remove_temporary, write_atomic
+from rl_lab.utils.manifest import CHECKPOINT_VERSION, MIGRATIONS, REPLAY_FOLDER, read_manifest, write_manifest
+from rl_lab.utils.matching import load_matching, partial_load
+from rl_lab.utils.retention import clean, collect, link
+from rl_lab.utils.saveable import to_saveable
+
+__all__ = [
+    "CHECKPOINT_VERSION",
+    "MIGRATIONS",
+    "WEIGHT_KEYS",
+    "CheckpointManager",
+    "Loaded",
+    "load_checkpoint",
+    "load_matching",
+    "partial_load",
+    "restore_buffers",
+    "to_saveable",
+]
+
+# What remains of a state in a checkpoint that is weights only: enough to act and to look.
+WEIGHT_KEYS = ("version", "global_step", "workflow_name", "components", "controllers", "workflow_custom")
+
+
+class Buffer(Protocol):
+    """What the manager asks of a buffer; see the module docstring for the folder it is given."""
+
+    def checkpoint(self, folder: Path) -> dict[str, Any]: ...
+
+    def restore(self, folder: Path, entry: dict[str, Any]) -> Any: ...
+
+
+class CheckpointManager:
+    """Saves, cleans up and loads the checkpoints of one run. `folder` is the run's `checkpoints/`.
+
+    keep: newest checkpoints that stay complete, with replay. keep_weights: how many older ones stay as weights
+    (-1: all). Only the holder of the run's lock may save; anyone may load.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        keep: int = 2,
+        keep_weights: int = 0,
+        weight_keys: Sequence[str] = WEIGHT_KEYS,
+        on_warning: Callable[[str], None] | None = None,
+    ) -> None:
+        if keep < 1:
+            raise CheckpointError(f"at least one checkpoint must be kept, not {keep}")
+        self.folder = Path(folder)
+        self.keep = keep
+        self.keep_weights = keep_weights
+        self.weight_keys = tuple(weight_keys)
+        self.on_warning = on_warning
+        self._swept = False
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, oldest first; whether it is whole shows when it is loaded."""
+        return [manifest_step(path) for path in reversed(manifests(self.folder))]
+
+    def has_any(self) -> bool:
+        """Whether this run has a checkpoint to go on from, damaged or not."""
+        return bool(manifests(self.folder))
+
+    @staticmethod
+    def load_file(
+        path: Path | str, *, weights: bool = False, on_warning: Callable[[str], None] | None = None
+    ) -> Loaded:
+        """Load without a run of one's own: `load_checkpoint`, where it is looked for."""
+        return load_checkpoint(path, weights=weights, on_warning=on_warning)
+
+    def load(self, path: Path | str | None = None, *, weights: bool = False) -> Loaded:
+        """The newest good checkpoint of this run, or that of a file, run folder or checkpoints folder."""
+        source = self.folder if path is None else path
+        return load_checkpoint(source, weights=weights, on_warning=self.on_warning)
+
+    def restore_buffers(self, loaded: Loaded, buffers: Mapping[str, Buffer]) -> list[str]:
+        """Fill the buffers; returns the names of those that stay empty, each said with a warning.
+
+        Replay of another run is brought into this run's folder first, so that the next checkpoint here, which
+        writes only what is new, stands on its own.
+        """
+        return restore_buffers(loaded, buffers, into=self.folder, on_warning=self.on_warning)
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        buffers: Mapping[str, Buffer] | None = None,
+        *,
+        info: Mapping[str, Any] | None = None,
+        tag: str | None = None,
+    ) -> Path:
+        """Write a checkpoint and clean up behind it; returns the state file.
+
+        tag: save weights only, under that name ("best"), in place of the earlier one of that name.
+        CheckpointError when something in the state cannot be saved (it names the key) or the disk refuses;
+        earlier checkpoints stay whole.
+        """
+        if tag is not None:
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", tag) or tag in ("last", "replay"):
+                raise CheckpointError(f"'{tag}' cannot be the name of a checkpoint; 'best' or 'final' can")
+            state = {key: value for key, value in state.items() if key in self.weight_keys}
+            buffers = None
+        data = to_saveable({"version": CHECKPOINT_VERSION, **state})
+        self._sweep()
+        name = tag or f"step_{step:09d}"
+        with self._explained(step, "replay"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            entries = {key: self._save_buffer(key, buffer) for key, buffer in (buffers or {}).items()}
+            # Files of saves that failed half-way must not pile up, least of all on a full disk.
+            collect(self.folder, named_replay(self.folder, {"buffers": entries}), replay=tag is None)
+        path = self._unused_state_file(name, step if tag else None)
+        with self._explained(step, "state", path):
+            size, crc = write_atomic(path, lambda file: torch.save(data, file))
+        with self._explained(step, "manifest", path):
+            manifest = {
+                "version": CHECKPOINT_VERSION,
+                "step": step,
+                "kind": "weights" if tag else "full",
+                "state": {"file": path.name, "bytes": size, "crc32": crc},
+                "buffers": entries,
+                "info": info or {},
+                "time": time.time(),
+                "torch": str(torch.__version__),
+            }
+            write_manifest(self.folder / f"{name}.json", manifest)
+        link(self.folder, f"{tag or 'last'}.pt", path.name, self.on_warning)
+        self._clean(None if tag else step)
+        return path
+
+    def _save_buffer(self, name: str, buffer: Buffer) -> dict[str, Any]:
+        folder = self.folder / REPLAY_FOLDER / name
+        folder.mkdir(parents=True, exist_ok=True)
+        entry = buffer.checkpoint(folder)
+        for file, facts in entry.get("files", {}).items():
+            # Chunks written long ago are not written again: see that they are still there.
+            path = folder / file
+            size = path.stat().st_size if path.is_file() else None
+            if size != facts["bytes"]:
+                raise CheckpointError(f"{path} should have {facts['bytes']} bytes and has {size or 'none'}")
+        return entry
+
+    def _unused_state_file(self, name: str, step: int | None) -> Path:
+        """A file that the manifest of that name does not speak of: it must stay true until it is replaced."""
+        stem = name if step is None else f"{name}.{step:09d}"
+        try:
+            taken = read_manifest(self.folder / f"{name}.json")["state"]["file"]
+        except (CheckpointError, KeyError, TypeError):
+            taken = None
+        return self.folder / (f"{stem}.again.pt" if taken == f"{stem}.pt" else f"{stem}.pt")
+
+    @contextlib.contextmanager
+    def _explained(self, step: int, what: str, state_file: Path | None = None) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's zip writer on a full disk
+            if state_file is not None:
+                with contextlib.suppress(OSError):
+                    state_file.unlink(missing_ok=True)
+            cause: BaseException = error
+            while not isinstance(cause, OSError) and cause.__context__ is not None:
+                cause = cause.__context__
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not saved: writing its {what} in {self.folder} failed ({cause}); "
+                f"{free_bytes(self.folder):,} bytes are free there. Earlier checkpoints are whole."
+            ) from error
+
+    def _sweep(self) -> None:
+        """Once: what a killed process left half written."""
+        if not self._swept:
+            remove_temporary(self.folder)
+            self._swept = True
+
+    def _clean(self, newest: int | None) -> None:
+        try:
+            clean(
+                self.folder,
+                newest=newest,
+                keep=self.keep,
+                keep_weights=self.keep_weights,
+                weight_keys=self.weight_keys,
+                on_warning=self.on_warning,
+            )
+        except OSError as error:
+            say(
+                f"cleaning up in {self.folder} failed ({error}); the checkpoint itself is saved",
+                self.on_warning,
+            )

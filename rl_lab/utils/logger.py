@@ -1,0 +1,149 @@
+"""Where a run writes what it measured: metrics.jsonl, TensorBoard, media files, and wandb when asked."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rl_lab.utils.files import inside
+from rl_lab.utils.jsonl import JsonlWriter
+from rl_lab.utils.media import film, picture, save_image, save_video
+from rl_lab.utils.metrics import PREFIXES, prefixed
+from rl_lab.utils.tensorboard_writer import TensorBoardWriter
+from rl_lab.utils.wandb_writer import WandbWriter
+
+__all__ = ["PREFIXES", "ExperimentLogger", "prefixed"]
+
+
+class ExperimentLogger:
+    """One door for scalars, images, videos and text of a run.
+
+    A new run leaves `resume_step` and `resume_bytes` None, or gives `resume_bytes=0` to start over in a folder
+    that has been used. A resumed one gives the step of its checkpoint and the `metrics_bytes` of its manifest:
+    what was logged after it is dropped, so that each step is logged once.
+
+    Outputs that fail (a full disk, a lost connection) are reported once and do not stop the run; a media path
+    that leaves the run folder is refused.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        tensorboard: bool = True,
+        wandb_mode: str = "disabled",
+        wandb_options: Mapping[str, Any] | None = None,
+        resume_step: int | None = None,
+        resume_bytes: int | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        # wandb first: a package that is missing should be said before anything is cut or opened.
+        self._wandb = (
+            None if wandb_mode == "disabled" else WandbWriter(self.run_dir, wandb_mode, wandb_options or {})
+        )
+        self._jsonl = JsonlWriter(self.run_dir / "metrics.jsonl", resume_bytes=resume_bytes)
+        self._tensorboard: TensorBoardWriter | None = None
+        if tensorboard:
+            folder = self.run_dir / "tensorboard"
+            if resume_bytes == 0 and resume_step is None:
+                for old in folder.glob("events.out.tfevents.*"):
+                    old.unlink()
+            self._tensorboard = TensorBoardWriter(folder, resume_step=resume_step)
+        self._complained: set[str] = set()
+        self._closed = False
+
+    def scalars(
+        self, metrics: Mapping[str, Any], *, step: int, frames: int | None = None, updates: int | None = None
+    ) -> None:
+        """One line of metrics.jsonl with step, frames, updates and time, and the same to the other outputs.
+
+        NaN and infinities stand in the file as strings (see jsonl.py).
+        """
+        numbers = {key: float(value) for key, value in metrics.items()}
+        counters = {"frames": frames, "updates": updates}
+        known = {key: value for key, value in counters.items() if value is not None}
+        self._jsonl.write({"step": step, **known, "time": round(time.time(), 3), **numbers})
+        shown = numbers | {f"time/{key}": float(value) for key, value in known.items()}
+        if self._tensorboard:
+            self._guarded("TensorBoard", self._tensorboard.scalars, shown, step)
+        if self._wandb:
+            self._guarded("wandb", self._wandb.scalars, shown, step)
+
+    def image(self, name: str, array: Any, step: int, folder: str | None = None) -> Path | None:
+        """(C, H, W) uint8, to TensorBoard, and as PNG under media/<folder>/ where one is given."""
+        shown = picture(array, name)
+        path = self._media_path(folder, name, step) if folder is not None else None
+        if self._tensorboard:
+            self._guarded("TensorBoard", self._tensorboard.image, name, shown, step)
+        if self._wandb:
+            self._guarded("wandb", self._wandb.image, name, shown, step)
+        return self._guarded("images", save_image, path, shown) if path else None
+
+    def video(
+        self, name: str, array: Any, step: int, fps: float = 15, folder: str = "recordings"
+    ) -> Path | None:
+        """(T, C, H, W) uint8, as mp4 or GIF under media/<folder>/ and as animation to TensorBoard.
+
+        returns: the file, None when it could not be written
+        """
+        frames = film(array, name)
+        path = self._media_path(folder, name, step)
+        if self._tensorboard:
+            self._guarded("TensorBoard", self._tensorboard.animation, name, frames, step, fps)
+        file: Path | None = self._guarded("videos", save_video, path, frames, fps)
+        if self._wandb and file:
+            self._guarded("wandb", self._wandb.video, name, file, step)
+        return file
+
+    def text(self, name: str, text: str, step: int = 0) -> None:
+        """Text for TensorBoard's text tab (Markdown)."""
+        if self._tensorboard:
+            self._guarded("TensorBoard", self._tensorboard.text, name, text, step)
+
+    def metrics_bytes(self) -> int:
+        """Length of metrics.jsonl, made durable: what a checkpoint's manifest remembers."""
+        return self._jsonl.size()
+
+    def flush(self) -> None:
+        if self._tensorboard:
+            self._guarded("TensorBoard", self._tensorboard.flush)
+
+    def close(self) -> None:
+        """Close every output; again is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self._jsonl.close()
+        if self._tensorboard:
+            self._guarded("TensorBoard", self._tensorboard.close)
+        if self._wandb:
+            self._guarded("wandb", self._wandb.close)
+
+    def __enter__(self) -> ExperimentLogger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _media_path(self, folder: str, name: str, step: int) -> Path:
+        """media/<folder>/<name>_<step>, without suffix; the name is made safe, the folder must stay inside."""
+        safe = re.sub(r"[^\w.-]+", "_", name).lstrip(".") or "media"
+        media = self.run_dir / "media"
+        return inside(media, Path(folder) / f"{safe}_{step:09d}")
+
+    def _guarded(self, output: str, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            if output not in self._complained:
+                self._complained.add(output)
+                warnings.warn(f"logging to {output} failed ({type(error).__name__}: {error})", stacklevel=3)
+            return None

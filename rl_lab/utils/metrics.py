@@ -1,0 +1,101 @@
+"""Metrics between two log lines: summed where they are, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIXES = ("collect/", "train/", "controller/", "eval/", "workflow/", "time/", "report/")
+
+
+def prefixed(metrics: Mapping[str, Any], default_prefix: str) -> dict[str, Any]:
+    """Give every key a prefix: one that has one of ours keeps it, the others get the default."""
+    default = default_prefix.rstrip("/") + "/"
+    return {key if key.startswith(PREFIXES) else default + key: value for key, value in metrics.items()}
+
+
+class MetricMeter:
+    """Running means of metrics that may live on a device, without making the host wait for them.
+
+    The tensors of one call are stacked to one vector and added to a sum on their device: two small kernels
+    however many metrics there are. Calls with the same keys share a sum. `drain` does the only transfer.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, ...], _Group] = {}
+        self._floats: dict[str, list[float]] = {}  # key -> [sum, count]
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add one value per key: 0-d tensors (any device, any dtype), numpy scalars or numbers."""
+        import torch
+
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
+        for key, value in metrics.items():
+            if isinstance(value, torch.Tensor):
+                names.append(key)
+                tensors.append(value)
+            else:
+                entry = self._floats.setdefault(key, [0.0, 0.0])
+                entry[0] += float(value)
+                entry[1] += 1.0
+        if not tensors:
+            return
+        group = self._groups.get(tuple(names))
+        if group is None:
+            group = self._groups[tuple(names)] = _Group(names, tensors)
+        group.add(tensors)
+
+    def drain(self) -> dict[str, float]:
+        """Mean of each key since the last drain; keys without a value are left out. Waits for the device."""
+        import torch
+
+        totals: dict[str, list[float]] = {key: [*entry] for key, entry in self._floats.items()}
+        self._floats.clear()
+        filled = [group for group in self._groups.values() if group.count]
+        for device in {group.total.device for group in filled}:
+            here = [group for group in filled if group.total.device == device]
+            sums = iter(torch.cat([group.total for group in here]).tolist())
+            for group in here:
+                for key in group.names:
+                    entry = totals.setdefault(key, [0.0, 0.0])
+                    entry[0] += next(sums)
+                    entry[1] += group.count
+                group.clear()
+        return {key: total / count for key, (total, count) in totals.items()}
+
+
+class _Group:
+    """Sums of metrics that always come together."""
+
+    def __init__(self, names: list[str], tensors: list[torch.Tensor]) -> None:
+        import torch
+
+        for name, tensor in zip(names, tensors):
+            if tensor.numel() != 1:
+                raise ValueError(
+                    f"metric '{name}' has shape {tuple(tensor.shape)}: reduce it to one number first"
+                )
+        self.names = names
+        self.count = 0
+        device = tensors[0].device
+        # float64 keeps long sums exact enough; MPS has none.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.total = torch.zeros(len(names), dtype=dtype, device=device)
+
+    def add(self, tensors: list[torch.Tensor]) -> None:
+        import torch
+
+        device = self.total.device
+        with torch.no_grad():
+            if not all(t.dtype is torch.float32 and t.dim() == 0 and t.device == device for t in tensors):
+                tensors = [tensor.to(device, torch.float32).reshape(()) for tensor in tensors]
+            self.total += torch.stack(tensors)
+        self.count += 1
+
+    def clear(self) -> None:
+        self.total.zero_()
+        self.count = 0

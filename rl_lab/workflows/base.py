@@ -1,0 +1,176 @@
+"""The base of every algorithm: what the Orchestrator may call, and help for writing it.
+
+The plain way in needs `initialize` and one update that returns a dict of floats. The fast way in declares
+`hooks()`: pure fixed-shape steps that can be captured as CUDA graphs. Both run on the same loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_lab.episode_tracker import Episode, EpisodeTracker, return_statistics
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, ArraySpec, Batch, BatchSpec, CollectResult, Hook, Imagined
+from rl_lab.workflows.context import WorkflowContext
+
+PhaseConfig = Mapping[str, Any]
+PolicyState = dict[str, torch.Tensor]
+Metrics = Mapping[str, Any]
+
+
+class WorldModelWorkflow(ABC):
+    """Pure algorithm: given observations, actions; given a batch, losses and an update."""
+
+    # Config paths that a phase's `set:` may change; the workflow reads them with `phase_value`.
+    phase_settings: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.context: WorkflowContext | None = None
+        self.collector: Any = None
+        self._tracker: EpisodeTracker | None = None
+
+    # ---------------------------------------------------------------- required
+
+    @abstractmethod
+    def initialize(self, context: WorkflowContext) -> None:
+        """Bind parts from the context and set up state. Called once, before anything else."""
+
+    # ---------------------------------------------------------------- what it can be asked to do
+
+    def update_world_model(self, batch: Batch, *, phase: PhaseConfig) -> Metrics:
+        """One gradient step on the world model; returns metrics."""
+        raise NotImplementedError
+
+    def update_controller(self, batch: Batch, *, phase: PhaseConfig) -> Metrics:
+        """One gradient step on the controller; returns metrics."""
+        raise NotImplementedError
+
+    def hooks(self) -> dict[str, Hook]:
+        """Name -> Hook. By default the update methods that the subclass wrote, as plain hooks."""
+        hooks: dict[str, Hook] = {}
+        for name, prefix in (("update_world_model", "train"), ("update_controller", "controller")):
+            if getattr(type(self), name) is not getattr(WorldModelWorkflow, name):
+                hooks[name] = Hook(getattr(self, name), batch=self.plain_batch(), prefix=prefix, plain=True)
+        return hooks
+
+    def plain_batch(self) -> BatchSpec:
+        """Batch of the plain hooks: `batch_length` transitions, never across an episode's end."""
+        algorithm = self._bound().config.algorithm
+        return BatchSpec(
+            size=int(algorithm.batch_size), length=int(algorithm.batch_length) + 1, boundary="within"
+        )
+
+    def act(
+        self,
+        obs: dict[str, torch.Tensor],  # name -> (N, …) on the training device
+        policy_state: PolicyState,
+        is_first: torch.Tensor,  # (N,) bool
+        mode: ActMode,
+    ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
+        """Actions for N environments, the policy's next memory, and columns to store with the rows."""
+        raise NotImplementedError
+
+    def initial_policy_state(self, num_envs: int) -> PolicyState:
+        """Memory before the first step; `act` itself resets rows where `is_first`."""
+        return {}
+
+    def policy_columns(self) -> dict[str, ArraySpec]:
+        """Columns that `act` returns as extras, stored with each row."""
+        return {}
+
+    def collect_step(self, step: int, *, phase: PhaseConfig) -> CollectResult | None:
+        """One vector step through the Collector, with the actions that `act` chooses."""
+        result: CollectResult = self.collector.step(self, self.collect_mode(phase))
+        return result
+
+    def collect_mode(self, phase: PhaseConfig) -> ActMode:
+        """Exploration while collecting; the Collector fills in the generator.
+
+        A phase with `collect: {policy: random}` acts uniformly at random (epsilon 1).
+        """
+        policy = phase.get("collect", {}).get("policy", "agent")
+        return ActMode(sample=True, epsilon=1.0 if policy == "random" else 0.0)
+
+    def imagine(self, *, horizon: int, **kwargs: Any) -> Imagined:
+        """A dream of `horizon` steps."""
+        raise NotImplementedError
+
+    def report(self, batch: Batch) -> dict[str, Any]:
+        """Things to look at: name -> float, image (C, H, W) or video (T, C, H, W), uint8."""
+        return {}
+
+    def get_state(self) -> dict[str, Any]:
+        """State of the algorithm beyond parts, controllers and optimizers."""
+        return {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `get_state` gave."""
+
+    # ---------------------------------------------------------------- help for subclasses
+
+    def attach(self, context: WorkflowContext) -> None:
+        """Keep the context and the collector. The build calls this just before `initialize`."""
+        self.context = context
+        self.collector = context.collector
+
+    def _bound(self) -> WorkflowContext:
+        if self.context is None:
+            raise ConfigError(f"{type(self).__name__} is not attached: call workflow.attach(context) first")
+        return self.context
+
+    def _bind_context(self, context: WorkflowContext) -> None:
+        """Where a workflow extracts what it needs, under its own names."""
+
+    def phase_value(self, phase: PhaseConfig, path: str) -> float:
+        """A config value that the phase's `set:` may have changed."""
+        overrides = phase.get("set", {})
+        if path in overrides:
+            return float(overrides[path])
+        node: Any = self._bound().config
+        for key in path.split("."):
+            node = node[key]
+        return float(node)
+
+    def _reset_rollout_state(self, *, initial_obs: Any, initial_dones: Any = None) -> None:
+        """Where a plain `collect_step` goes on from; called again after a resume."""
+        self.current_obs = initial_obs
+        self.current_dones = initial_dones
+
+    def _reset_episode_tracking(self, num_envs: int, *, clear_history: bool = False) -> None:
+        if clear_history or self._tracker is None or self._tracker.num_envs != num_envs:
+            self._tracker = EpisodeTracker(num_envs)
+        else:
+            self._tracker.returns[:] = 0.0
+            self._tracker.lengths[:] = 0
+
+    def _update_episode_stats(self, reward: Any, done: Any, info: Any = None) -> int:
+        """Add one vector step; returns how many episodes ended."""
+        if self._tracker is None:
+            self._reset_episode_tracking(int(np.size(reward)))
+        assert self._tracker is not None
+        return self._tracker.update(np.asarray(reward).reshape(-1), np.asarray(done, dtype=bool).reshape(-1))
+
+    def _snapshot_episode_tracking(self) -> dict[str, Any]:
+        return self._tracker.get_state() if self._tracker else {}
+
+    def _restore_episode_tracking(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._reset_episode_tracking(len(state["returns"]))
+            assert self._tracker is not None
+            self._tracker.set_state(state)
+
+    def finished_episodes(self) -> list[Episode]:
+        """Episodes that ended since the last call: the workflow's own tracking, or the Collector's."""
+        if self._tracker is not None:
+            return self._tracker.drain()
+        return self.collector.tracker.drain() if self.collector is not None else []
+
+    def return_statistics(self) -> dict[str, float]:
+        """Mean, std, min and max of the recent returns."""
+        tracker = self._tracker or (self.collector.tracker if self.collector is not None else None)
+        return return_statistics(list(tracker.history)) if tracker else {}

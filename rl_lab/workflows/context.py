@@ -1,0 +1,91 @@
+"""What a workflow is handed once, at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rl_lab.errors import ConfigError, closest
+from rl_lab.records import Spec
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+
+    from rl_lab.workflows.controllers import ControllerManager
+
+
+class WorldModelComponents(nn.Module):
+    """The parts named under `components:` in the config, as attributes: `context.components.encoder`."""
+
+    def __init__(self, parts: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self._names: list[str] = []
+        for name, part in (parts or {}).items():
+            self._names.append(name)
+            setattr(self, name, part)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            names = self.__dict__.get("_names", [])
+            raise AttributeError(f"no component '{name}'.{closest(name, names)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self._names]
+
+
+@dataclass(frozen=True)
+class WorkflowContext:
+    """Everything a workflow may use. Tools that only act (play, eval, load_agent) leave the rest None."""
+
+    config: DictConfig
+    device: torch.device
+    spec: Spec
+    components: WorldModelComponents
+    controller_manager: ControllerManager
+    optimizers: Mapping[str, Any] = field(default_factory=dict)
+    buffers: Mapping[str, Any] = field(default_factory=dict)
+    train_environment: Any = None
+    eval_environment: Any = None
+    collector: Any = None
+    checkpoint_manager: Any = None
+    experiment_logger: Any = None
+    initial_observation: Any = None
+    initial_dones: Any = None
+    global_step: int = 0
+
+    def component(self, name: str, *methods: str) -> Any:
+        """The component of that name, checked to have the methods the workflow will call."""
+        return _checked("components", name, dict(self.components.items()), methods)
+
+    def controller(self, name: str, *methods: str) -> Any:
+        return _checked("controllers", name, dict(self.controller_manager.items()), methods)
+
+    def optimizer(self, name: str) -> Any:
+        """The optimizer of that name; None where there is nothing to train (an agent loaded to act)."""
+        if self.optimizers and name not in self.optimizers:
+            raise ConfigError(f"this workflow needs optimizers.{name}.{closest(name, self.optimizers)}")
+        return self.optimizers.get(name)
+
+
+def _checked(room: str, name: str, parts: Mapping[str, Any], methods: tuple[str, ...]) -> Any:
+    if name not in parts:
+        raise ConfigError(
+            f"this workflow needs {room}.{name}, which the config does not have.{closest(name, parts)}"
+        )
+    part = parts[name]
+    missing = [method for method in methods if not callable(getattr(part, method, None))]
+    if missing:
+        raise ConfigError(
+            f"{room}.{name} ({type(part).__name__}) lacks {', '.join(f'{m}()' for m in missing)}, "
+            "which this workflow calls. Choose another part, or add the method."
+        )
+    return part

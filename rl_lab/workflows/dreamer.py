@@ -1,0 +1,315 @@
+"""DreamerV3 in its current form (Hafner et al. 2025, Nature; danijar/dreamerv3 @ e3f0224).
+
+A recurrent world model is learned from replay; actor and critic are learned in dreams that start from the states just
+inferred. The fast path is one fused hook, `update`: one loss, one backward pass; the critic's loss on replayed rewards
+reaches the world model. `update_world_model` and `update_controller` do the halves apart, for curricula. Differs from
+the original in what replay stores (bfloat16 and class indices) and in never sampling the unused last dream action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from rl_lab.components.nn.categorical import one_hot
+from rl_lab.components.nn.guard import NonFiniteGuard
+from rl_lab.components.nn.precision import autocast, resolve_precision
+from rl_lab.components.nn.training_step import AverageGradients, keep_gradients, optimizer_step
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, ArraySpec, Batch, BatchSpec, Hook, Imagined, NoiseSpec, UpdateResult
+from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
+from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.dreamer_losses import (
+    Losses,
+    actor_critic_losses,
+    kl_losses,
+    replay_value_loss,
+    total_loss,
+)
+from rl_lab.workflows.dreamer_report import open_loop_report
+from rl_lab.workflows.dreamer_settings import DreamerSettings
+
+Tensors = Mapping[str, torch.Tensor]
+State = dict[str, torch.Tensor]
+WORLD_MODEL = ("encoder", "rssm", "decoder", "reward_head", "continue_head")
+
+
+class DreamerWorkflow(WorldModelWorkflow):
+    """Components encoder, rssm, decoder, reward_head, continue_head, return_computer; controllers actor, critic."""
+
+    phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
+
+    def initialize(self, context: WorkflowContext) -> None:
+        self._bind_context(context)
+
+    def _bind_context(self, context: WorkflowContext) -> None:
+        self.spec = context.spec
+        self.device = torch.device(context.device)
+        self.settings = DreamerSettings.from_config(context.config.algorithm)
+        self.autocast = partial(
+            autocast, resolve_precision(str(context.config.training.precision), self.device), self.device
+        )
+        self.encoder = context.component("encoder", "forward")
+        self.rssm = context.component("rssm", "observe", "observe_sequence", "imagine_step", "prior", "feature")
+        self.decoder = context.component("decoder", "forward", "losses", "observations")
+        self.reward_head = context.component("reward_head", "predict", "loss")
+        self.continue_head = context.component("continue_head", "predict", "loss")
+        self.return_computer = context.component("return_computer", "__call__")
+        self.actor = context.controller("actor", "sample", "log_prob_and_entropy", "act")
+        self.critic = context.controller("critic", "value", "slow_value", "loss", "update_slow")
+        if self.encoder.embed_dim != self.rssm.embed_dim:
+            raise ConfigError(
+                f"the encoder gives embeddings of width {self.encoder.embed_dim}, the RSSM expects "
+                f"{self.rssm.embed_dim}: set components.rssm.embed_dim={self.encoder.embed_dim}"
+            )
+        self.optimizers = list(context.optimizers.values())
+        modules = {name: getattr(self, name) for name in (*WORLD_MODEL, "actor", "critic")}
+        self.parts = {name: list(module.parameters()) for name, module in modules.items()}
+        self.guard = NonFiniteGuard().to(self.device)
+        self.average_gradients: AverageGradients = keep_gradients
+
+    # ---------------------------------------------------------------- hooks
+
+    def hooks(self) -> dict[str, Hook]:
+        s = self.settings
+        batch = BatchSpec(s.batch_size, s.batch_length, context=s.replay_context, sampler=s.sampler)
+        dreams = s.batch_size * s.starts
+        posterior = {"posterior": NoiseSpec((s.batch_size, s.batch_length, self.rssm.stoch))}
+        imagination = {
+            "prior": NoiseSpec((s.imagination_horizon, dreams, self.rssm.stoch)),
+            "action": self.actor.noise_spec(s.imagination_horizon, dreams),
+        }
+        both = {**posterior, **imagination}
+        return {
+            "update": Hook(self._fused_step, batch=batch, scalars=self._scalars, noise=both),
+            "update_world_model": Hook(
+                self._world_model_step, batch=batch, scalars=self._scalars, noise=posterior
+            ),
+            "update_controller": Hook(
+                self._controller_step, batch=batch, scalars=self._scalars, noise=both, prefix="controller"
+            ),
+        }
+
+    def _scalars(self, phase: PhaseConfig, counters: Mapping[str, int]) -> dict[str, float]:
+        learning_rate = self.phase_value(phase, "algorithm.learning_rate")
+        return {
+            "entropy": self.phase_value(phase, "algorithm.entropy"),
+            # Every optimizer keeps its own rate; a phase that changes the base rate scales them all alike.
+            "learning_rate_scale": learning_rate / self.settings.learning_rate,
+        }
+
+    def _fused_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        with self.autocast():
+            losses, states, feature, metrics = self._world_model_losses(batch, noise)
+            more, controller_metrics = self._controller_losses(batch, states, feature, scalars, noise)
+        return self._finish({**losses, **more}, scalars, {**metrics, **controller_metrics}, batch, states)
+
+    def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        with self.autocast():
+            losses, states, _, metrics = self._world_model_losses(batch, noise)
+        return self._finish(losses, scalars, metrics, batch, states)
+
+    def _controller_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        with self.autocast():
+            with torch.no_grad():
+                states, _ = self.infer(batch, noise["posterior"])
+                feature = self.rssm.feature(states)
+            losses, metrics = self._controller_losses(batch, states, feature, scalars, noise)
+        return self._finish(losses, scalars, metrics, batch, None)
+
+    # ---------------------------------------------------------------- the two halves
+
+    def infer(self, batch: Batch, noise: torch.Tensor) -> tuple[State, torch.Tensor]:
+        """Posterior states (B, T, …) of the rows after the context, and their log probabilities."""
+        context = self.settings.replay_context
+        obs = {key: value[:, context:] for key, value in batch.obs.items()}
+        state, action, is_first = self.rssm.initial_state(len(batch.reward)), batch.action, batch.is_first
+        if context:
+            # The row before gives its stored latent as memory, and its action as the first previous action.
+            if "deter" in batch:
+                stoch = one_hot(batch["stoch"][:, 0].long(), self.rssm.classes)
+                state = {"deter": batch["deter"][:, 0].float(), "stoch": stoch}
+            action, is_first = action[:, :-1], is_first[:, 1:]
+        else:
+            # Nothing is known of what came before: start each sequence as if it were an episode.
+            action = torch.cat([torch.zeros_like(action[:, :1]), action[:, :-1]], 1)
+            is_first = torch.cat([torch.ones_like(is_first[:, :1]), is_first[:, 1:]], 1)
+        states, log_probs = self.rssm.observe_sequence(state, action, self.encoder(obs), is_first, noise)
+        return states, log_probs
+
+    def _world_model_losses(
+        self, batch: Batch, noise: Tensors
+    ) -> tuple[Losses, State, torch.Tensor, dict[str, torch.Tensor]]:
+        """Losses (B, T) each, posterior states, their features (B, T, F) with gradient, metrics."""
+        context = self.settings.replay_context
+        states, posterior = self.infer(batch, noise["posterior"])
+        feature = self.rssm.feature(states)
+        kl, metrics = kl_losses(posterior, self.rssm.prior(states["deter"]), self.settings.free_nats)
+        obs = {key: value[:, context:] for key, value in batch.obs.items()}
+        decoded = self.decoder.losses(self.decoder(states, feature), obs)
+        alive = (~batch.terminated[:, context:]).float() * self.settings.discount
+        losses = {
+            **{f"reconstruction/{key}": loss for key, loss in decoded.items()},
+            "reward": self.reward_head.loss(self.reward_head(feature), batch.reward[:, context:]),
+            "continue": self.continue_head.loss(self.continue_head(feature), alive),
+            **kl,
+        }
+        metrics.update({f"loss/{name}": loss.detach().mean() for name, loss in losses.items()})
+        return losses, states, feature, metrics
+
+    def _controller_losses(
+        self, batch: Batch, states: State, feature: torch.Tensor, scalars: Tensors, noise: Tensors
+    ) -> tuple[Losses, dict[str, torch.Tensor]]:
+        """Dreams from the last `starts` states of every sequence; then the critic on the replayed rewards."""
+        s = self.settings
+        start = {key: value[:, -s.starts :].detach().flatten(0, 1) for key, value in states.items()}
+        with torch.no_grad():
+            dream, action = self._dream(start, noise["prior"], noise["action"])
+            reward, cont = self.reward_head.predict(dream), self.continue_head.predict(dream)
+        losses, returns, metrics = actor_critic_losses(
+            self.actor,
+            self.critic,
+            self.return_computer,
+            feature=dream,
+            action=action,
+            reward=reward,
+            cont=cont,
+            entropy_scale=scalars["entropy"],
+        )
+        last = batch.terminated | batch.truncated
+        # A stream that was cut off (a restarted environment) shows only in the row that follows.
+        last = torch.cat([last[:, :-1] | batch.is_first[:, 1:], last[:, -1:]], 1)
+        losses["replay_value"] = replay_value_loss(
+            self.critic,
+            self.return_computer,
+            feature=feature[:, -s.starts :],
+            reward=batch.reward[:, -s.starts :],
+            terminated=batch.terminated[:, -s.starts :],
+            last=last[:, -s.starts :],
+            bootstrap=returns[:, 0].unflatten(0, (-1, s.starts)),
+            discount=s.discount,
+        )
+        metrics.update({f"loss/{name}": loss.detach().mean() for name, loss in losses.items()})
+        return losses, {f"controller/{name}": value for name, value in metrics.items()}
+
+    def _dream(
+        self, state: State, prior_noise: torch.Tensor, action_noise: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features (N, H+1, F) and actions (N, H, …) of a dream under the current policy; noise is (H, N, …)."""
+        features, actions = [self.rssm.feature(state)], []
+        for prior_t, action_t in zip(prior_noise.unbind(0), action_noise.unbind(0)):
+            actions.append(self.actor.sample(features[-1], action_t))
+            state = self.rssm.imagine_step(state, actions[-1], prior_t)
+            features.append(self.rssm.feature(state))
+        return torch.stack(features, 1), torch.stack(actions, 1)
+
+    def _finish(
+        self,
+        losses: Losses,
+        scalars: Tensors,
+        metrics: dict[str, torch.Tensor],
+        batch: Batch,
+        states: State | None,  # latents to write back
+    ) -> UpdateResult:
+        scales = {name: self.settings.loss_scales[name.split("/")[0]] for name in losses}
+        loss = total_loss(losses, scales)
+        step_metrics, masked = optimizer_step(
+            loss,
+            self.optimizers,
+            self.parts,
+            guard=self.guard,
+            learning_rate_scale=scalars["learning_rate_scale"],
+            max_grad_norm=self.settings.max_grad_norm or None,
+            average_gradients=self.average_gradients,
+        )
+        if "critic" in losses:
+            self.critic.update_slow(self.settings.slow_critic_rate)
+        metrics = {**metrics, **step_metrics, "loss": loss.detach()}
+        return UpdateResult(metrics, self._latents_to_store(batch, states, masked))
+
+    def _latents_to_store(
+        self, batch: Batch, states: State | None, masked: torch.Tensor
+    ) -> dict[str, torch.Tensor] | None:
+        if states is None or "deter" not in batch:
+            return None
+        context = self.settings.replay_context
+        fresh = self._latent_columns({key: value.detach() for key, value in states.items()})
+        # A masked update may have met values that are not finite: leave the stored latents as they were.
+        return {key: torch.where(masked > 0, batch[key][:, context:], value) for key, value in fresh.items()}
+
+    @staticmethod
+    def _latent_columns(state: State) -> dict[str, torch.Tensor]:
+        return {"deter": state["deter"].to(torch.bfloat16), "stoch": state["stoch"].argmax(-1).to(torch.uint8)}
+
+    # ---------------------------------------------------------------- acting, dreaming, looking
+
+    def initial_policy_state(self, num_envs: int) -> PolicyState:
+        dtype = torch.float32 if self.spec.action.kind == "continuous" else torch.int64
+        action = torch.zeros(num_envs, *self.spec.action.shape, dtype=dtype, device=self.device)
+        return {**self.rssm.initial_state(num_envs), "action": action}
+
+    def policy_columns(self) -> dict[str, ArraySpec]:
+        if not self.settings.replay_context:
+            return {}
+        return {
+            "deter": ArraySpec((self.rssm.deter,), "bfloat16"),
+            "stoch": ArraySpec((self.rssm.stoch,), "uint8"),
+        }
+
+    @torch.no_grad()
+    def act(
+        self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
+    ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
+        noise = torch.rand(len(is_first), self.rssm.stoch, generator=mode.generator, device=self.device)
+        with self.autocast():
+            state, _ = self.rssm.observe(
+                policy_state, policy_state["action"], self.encoder(obs), is_first, noise
+            )
+            action = self.actor.act(self.rssm.feature(state), mode)
+        extras = self._latent_columns(state) if self.settings.replay_context else {}
+        return action, {**state, "action": action}, extras
+
+    @torch.no_grad()
+    def imagine(
+        self,
+        *,
+        horizon: int,
+        batch: Batch | None = None,
+        state: State | None = None,
+        decode: bool = False,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Imagined:
+        """A dream of `horizon` steps from `state` (B, …), or from the end of each sequence of `batch`."""
+        draw = partial(torch.rand, generator=generator, device=self.device)
+        with self.autocast():
+            if state is None:
+                if batch is None:
+                    raise ValueError("imagine() needs a batch or a state to start from")
+                rows = batch.reward.shape[1] - self.settings.replay_context
+                states, _ = self.infer(batch, draw(len(batch.reward), rows, self.rssm.stoch))
+                state = {key: value[:, -1] for key, value in states.items()}
+            count = len(state["deter"])
+            spec = self.actor.noise_spec(horizon, count)
+            action_noise = (torch.rand if spec.kind == "uniform" else torch.randn)(
+                spec.shape, generator=generator, device=self.device
+            )
+            feature, action = self._dream(state, draw(horizon, count, self.rssm.stoch), action_noise)
+            deter, stoch = feature.split([self.rssm.deter, self.rssm.stoch * self.rssm.classes], -1)
+            states = {"deter": deter, "stoch": stoch.unflatten(-1, (self.rssm.stoch, self.rssm.classes))}
+            decoded = self.decoder.observations(self.decoder(states, feature)) if decode else None
+            reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
+        return Imagined(states, action, reward=reward, cont=cont, obs=decoded)
+
+    def report(self, batch: Batch) -> dict[str, Any]:
+        return open_loop_report(self, batch)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"guard": self.guard.state_dict()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        if "guard" in state:
+            self.guard.load_state_dict(state["guard"])

@@ -1,0 +1,110 @@
+"""The losses of DreamerV3 as pure functions (Hafner et al. 2025; danijar/dreamerv3 agent.py, current form).
+
+Shapes: B sequences, T steps, F features; N imagined dreams of H steps, so H+1 states. A reward and a continue
+probability belong to the state they arrive with, an action to the state it is taken in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_lab.components.nn.categorical import entropy, kl_divergence
+
+Losses = dict[str, torch.Tensor]
+
+
+def total_loss(losses: Mapping[str, torch.Tensor], scales: Mapping[str, float]) -> torch.Tensor:
+    """Σ scale × mean. Both dicts must have the same keys: a loss without a scale is a mistake, and so is the reverse."""
+    assert losses.keys() == scales.keys(), f"losses {sorted(losses)} but scales {sorted(scales)}"
+    return torch.stack([losses[name].mean() * scales[name] for name in losses]).sum()
+
+
+def kl_losses(
+    posterior: torch.Tensor,  # (B, T, S, C) log probabilities
+    prior: torch.Tensor,  # (B, T, S, C)
+    free_nats: float,
+) -> tuple[Losses, dict[str, torch.Tensor]]:
+    """Two halves of the KL: the prior learns to predict, and (scaled less) the posterior to be predictable.
+
+    Free nats apply to a step's sum over all variables, each half by itself.
+    """
+    dynamics = kl_divergence(posterior.detach(), prior)
+    representation = kl_divergence(posterior, prior.detach())
+    losses = {
+        "dynamics": dynamics.clamp(min=free_nats),
+        "representation": representation.clamp(min=free_nats),
+    }
+    metrics = {
+        "kl": dynamics.detach().mean(),
+        "prior_entropy": entropy(prior.detach()).mean(),
+        "posterior_entropy": entropy(posterior.detach()).mean(),
+    }
+    return losses, metrics
+
+
+def actor_critic_losses(
+    actor: Any,
+    critic: Any,
+    return_computer: Any,
+    *,
+    feature: torch.Tensor,  # (N, H+1, F) without gradient
+    action: torch.Tensor,  # (N, H, …)
+    reward: torch.Tensor,  # (N, H+1)
+    cont: torch.Tensor,  # (N, H+1) discount included
+    entropy_scale: torch.Tensor | float,
+) -> tuple[Losses, torch.Tensor, dict[str, torch.Tensor]]:
+    """REINFORCE with a baseline, for discrete and continuous actions alike, and two-hot regression on the returns.
+
+    returns: losses (N, H) each, the returns (N, H), metrics.
+    """
+    value_logits = critic(feature)
+    with torch.no_grad():
+        value = critic.mean(value_logits)
+        returns = return_computer(reward, cont, value)
+        scale = actor.return_normalizer.update(returns)
+        advantage = (returns - value[:, :-1]) / scale
+        # Probability of still being alive in each state; the starting state's own continue is part of it.
+        weight = torch.cumprod(cont, 1)[:, :-1]
+        slow = critic.slow_value(feature[:, :-1])
+    log_prob, policy_entropy = actor.log_prob_and_entropy(feature[:, :-1], action)
+    losses = {
+        "actor": -weight * (log_prob * advantage + entropy_scale * policy_entropy),
+        "critic": weight * critic.loss(value_logits[:, :-1], returns, slow),
+    }
+    normalizer = actor.return_normalizer
+    metrics = {
+        "entropy": policy_entropy.detach().mean(),
+        "return_mean": returns.mean(),
+        "return_low": normalizer.low.clone(),
+        "return_high": normalizer.high.clone(),
+        "return_scale": scale,
+        "value_mean": value.mean(),
+        "advantage_size": advantage.abs().mean(),
+        "reward_mean": reward.mean(),
+        "alive_mean": weight.mean(),
+    }
+    return losses, returns, metrics
+
+
+def replay_value_loss(
+    critic: Any,
+    return_computer: Any,
+    *,
+    feature: torch.Tensor,  # (B, T, F) with gradient into the world model
+    reward: torch.Tensor,  # (B, T) as stored
+    terminated: torch.Tensor,  # (B, T) bool
+    last: torch.Tensor,  # (B, T) bool
+    bootstrap: torch.Tensor,  # (B, T) imagined return of each replayed state
+    discount: float,
+) -> torch.Tensor:
+    """The critic on real rewards: (B, T-1). A last state has no return of its own, so it weighs nothing."""
+    logits = critic(feature[:, :-1])
+    with torch.no_grad():
+        cont = (~terminated).float() * discount
+        returns = return_computer(reward, cont, bootstrap, last=last)
+        slow = critic.slow_value(feature[:, :-1])
+        weight = (~last[:, :-1]).float()
+    return weight * critic.loss(logits, returns, slow)

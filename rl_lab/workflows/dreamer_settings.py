@@ -1,0 +1,84 @@
+"""The numbers of Dreamer, read once from `algorithm.*` into plain attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rl_lab.errors import ConfigError, closest
+
+# One loss each; `reconstruction` stands for every observation.
+LOSSES = ("reconstruction", "reward", "continue", "dynamics", "representation", "actor", "critic", "replay_value")
+
+
+@dataclass(frozen=True)
+class DreamerSettings:
+    """Meanings and published values stand in configs/algorithm/dreamer.yaml."""
+
+    learning_rate: float
+    batch_size: int
+    batch_length: int
+    replay_context: int
+    sampler: str
+    imagination_horizon: int
+    imagination_last: int
+    discount_horizon: float
+    entropy: float
+    free_nats: float
+    slow_critic_rate: float
+    max_grad_norm: float
+    loss_scales: dict[str, float]
+
+    @classmethod
+    def from_config(cls, algorithm: Mapping[str, Any]) -> DreamerSettings:
+        names = [item.name for item in fields(cls)]
+        missing = [name for name in names if name not in algorithm]
+        if missing:
+            raise ConfigError(
+                f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
+                "add `- /algorithm: dreamer` to the experiment's defaults, which states them all"
+            )
+        scales = {str(key): float(value) for key, value in algorithm["loss_scales"].items()}
+        for name in scales:
+            if name not in LOSSES:
+                raise ConfigError(f"algorithm.loss_scales has no '{name}'.{closest(name, LOSSES)}")
+        if set(scales) != set(LOSSES):
+            raise ConfigError(f"algorithm.loss_scales lacks {', '.join(sorted(set(LOSSES) - set(scales)))}")
+        settings = cls(
+            learning_rate=float(algorithm["learning_rate"]),
+            batch_size=int(algorithm["batch_size"]),
+            batch_length=int(algorithm["batch_length"]),
+            replay_context=int(algorithm["replay_context"]),
+            sampler=str(algorithm["sampler"]),
+            imagination_horizon=int(algorithm["imagination_horizon"]),
+            imagination_last=int(algorithm["imagination_last"]),
+            discount_horizon=float(algorithm["discount_horizon"]),
+            entropy=float(algorithm["entropy"]),
+            free_nats=float(algorithm["free_nats"]),
+            slow_critic_rate=float(algorithm["slow_critic_rate"]),
+            max_grad_norm=float(algorithm["max_grad_norm"]),
+            loss_scales=scales,
+        )
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        if self.replay_context not in (0, 1):
+            raise ConfigError(f"algorithm.replay_context is {self.replay_context}; it can be 0 or 1 stored latent")
+        if self.batch_length < 2:
+            raise ConfigError("algorithm.batch_length must be at least 2: a return needs a following step")
+        if not 0 <= self.imagination_last <= self.batch_length or self.imagination_last == 1:
+            raise ConfigError(
+                f"algorithm.imagination_last is {self.imagination_last}; it can be 0 (every step) "
+                f"or 2 to batch_length ({self.batch_length})"
+            )
+
+    @property
+    def discount(self) -> float:
+        return 1.0 - 1.0 / self.discount_horizon
+
+    @property
+    def starts(self) -> int:
+        """Steps of each sequence that imagination starts from."""
+        return self.imagination_last or self.batch_length

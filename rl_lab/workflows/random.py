@@ -1,0 +1,24 @@
+"""Acts at random and learns nothing: for collecting data, and as the floor that any algorithm must beat."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_lab.records import ActMode, Hook
+from rl_lab.workflows.base import PolicyState, WorldModelWorkflow
+from rl_lab.workflows.context import WorkflowContext
+
+
+class RandomWorkflow(WorldModelWorkflow):
+    """Controller `policy`, usually the random one; any controller with act(obs, mode) will do."""
+
+    def initialize(self, context: WorkflowContext) -> None:
+        self.policy = context.controller("policy", "act")
+
+    def hooks(self) -> dict[str, Hook]:
+        return {}
+
+    def act(
+        self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
+    ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
+        return self.policy.act(obs, mode), policy_state, {}

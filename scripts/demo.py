@@ -1,0 +1,37 @@
+"""What `make demo` runs: train the default experiment, evaluate it, draw its curve, and say where it all is."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import rl_lab
+from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.tools.report import write_report
+
+
+def main() -> int:
+    overrides = sys.argv[1:]  # e.g. debug=tiny
+    start = time.perf_counter()
+    run = rl_lab.train(None, overrides)
+    if run.interrupted:
+        return 0
+    trained = time.perf_counter() - start
+    print("evaluating 20 fresh episodes …")
+    result = evaluate_run(run.path, episodes=20, seed=1, video=True)
+    page, curve, *_ = write_report([run.path])
+    print(f"""
+Dreamer on CartPole-v1: return {result["return_mean"]:.0f} ± {result["return_std"]:.0f} over 20 fresh episodes
+(500 is the most there is), after {run.counters["env_steps"]} steps in {trained / 60:.1f} minutes.
+
+  curve        {curve}
+  video        {result["files"].get("video", "none: rendering needs pygame")}
+  report       {page}
+  TensorBoard  tensorboard --logdir {run.path / "tensorboard"}
+  go on with   rl-lab resume {run.path} training.total_timesteps={2 * run.counters["env_steps"]}
+""")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

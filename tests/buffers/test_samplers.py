@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from buffer_helpers import counter_buffer, counter_rows, episode_numbers, extend, seeded
+
+from rl_lab.buffers.replay import ReplayBuffer
+from rl_lab.buffers.samplers import UniformSampler
+from rl_lab.errors import ConfigError
+from rl_lab.records import BatchSpec
+
+
+def draw_starts(buffer: ReplayBuffer, spec: BatchSpec, batches: int) -> list[tuple[int, int]]:
+    generator, starts = seeded(1), []
+    for _ in range(batches):
+        index = buffer.sample(spec, generator=generator).index
+        starts += list(zip(index.stream.tolist(), index.position.tolist()))
+    return starts
+
+
+@pytest.mark.parametrize("boundary", ["cross", "within", "pad"])
+def test_every_allowed_start_is_equally_likely(boundary: str) -> None:
+    buffer = counter_buffer(75, per_stream=32, episode=11)
+    spec = BatchSpec(size=64, length=5, boundary=boundary)
+    numbers = episode_numbers(buffer)
+    allowed = [
+        (stream, buffer.oldest_position + step)
+        for stream in range(2)
+        for step in range(32 if boundary == "pad" else 28)
+        if boundary != "within" or numbers[stream, step] == numbers[stream, step + 4]
+    ]
+    starts = draw_starts(buffer, spec, 200)
+    counts = np.array([starts.count(start) for start in allowed])
+    assert counts.sum() == len(starts)
+    mean = len(starts) / len(allowed)
+    chi_square = float(((counts - mean) ** 2 / mean).sum())
+    degrees = len(allowed) - 1
+    assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)  # four standard deviations
+
+
+def test_rare_starts_are_listed_and_drawn() -> None:
+    buffer = counter_buffer(0, num_streams=1, per_stream=2000)
+    rows = [counter_rows(1, position) for position in range(1900)]
+    many = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
+    many["is_first"][:, 8:] = True  # only the first eight rows are a run of eight
+    buffer.add(many)
+    spec = BatchSpec(size=4, length=8, boundary="within")
+    assert draw_starts(buffer, spec, 3) == [(0, 0)] * 12
+    assert UniformSampler(buffer.ring, spec).available() == 1
+
+
+def test_online_queue_serves_fresh_segments_once_in_order_and_then_uniform_ones() -> None:
+    buffer = counter_buffer(0, num_streams=2, per_stream=64)
+    spec = BatchSpec(size=3, length=4, context=1, sampler="online")
+    assert not buffer.ready(spec)
+    extend(buffer, 17)  # three whole segments of five rows in each stream, two rows left over
+    first, second = draw_starts(buffer, spec, 1), draw_starts(buffer, spec, 1)
+    assert first + second == [(0, 0), (1, 0), (0, 5), (1, 5), (0, 10), (1, 10)]
+    uniform = BatchSpec(size=3, length=4, context=1)
+    assert draw_starts(buffer, spec, 2) == draw_starts(buffer, uniform, 2)  # nothing fresh is left
+    extend(buffer, 3)
+    assert draw_starts(buffer, spec, 1)[:2] == [(0, 15), (1, 15)]
+
+
+def test_online_queue_forgets_overwritten_segments() -> None:
+    buffer = counter_buffer(0, num_streams=1, per_stream=16)
+    spec = BatchSpec(size=4, length=4, sampler="online")
+    buffer.make_batch(spec)
+    extend(buffer, 30)  # holds 14 … 30
+    assert draw_starts(buffer, spec, 1)[:3] == [(0, 16), (0, 20), (0, 24)]
+
+
+def test_online_segments_lie_inside_episodes_when_asked() -> None:
+    buffer = counter_buffer(0, num_streams=2, per_stream=64)
+    spec = BatchSpec(size=8, length=4, boundary="within", sampler="online")
+    buffer.make_batch(spec)
+    extend(buffer, 30, episode=6)  # episodes of six rows in stream 0 and of seven in stream 1
+    zero, one = [(0, start) for start in range(0, 30, 6)], [(1, start) for start in range(0, 28, 7)]
+    by_arrival = sorted(zero + one, key=lambda item: (item[1], item[0]))
+    assert draw_starts(buffer, spec, 1) == by_arrival[:8]
+
+
+def test_undo_puts_fresh_segments_back() -> None:
+    buffer = counter_buffer(0, num_streams=2, per_stream=64)
+    spec = BatchSpec(size=3, length=5, sampler="online")
+    buffer.make_batch(spec)
+    extend(buffer, 12)
+    generator = seeded()
+    before = generator.get_state()
+    batch = buffer.sample(spec, generator=generator)
+    drawn = batch.index.position.clone()
+    buffer.undo(spec)
+    generator.set_state(before)
+    assert torch.equal(buffer.sample(spec, generator=generator).index.position, drawn)
+
+
+def test_sampler_state_goes_on_where_it_was() -> None:
+    spec = BatchSpec(size=2, length=4, sampler="online")
+    buffer, twin = counter_buffer(0), counter_buffer(0)
+    buffer.make_batch(spec)
+    extend(buffer, 18)
+    draw_starts(buffer, spec, 1)
+    extend(twin, 18)
+    twin.set_state(buffer.get_state())  # before the twin has seen the spec
+    for each in (buffer, twin):
+        extend(each, 4)
+    assert draw_starts(buffer, spec, 6) == draw_starts(twin, spec, 6)
+
+
+def test_sampler_state_of_other_rows_is_dropped() -> None:
+    spec = BatchSpec(size=2, length=4, sampler="online")
+    buffer, fresh = counter_buffer(0), counter_buffer(0)
+    buffer.make_batch(spec)
+    extend(buffer, 30)
+    fresh.set_state(buffer.get_state())  # weights were loaded, replay was not
+    fresh.make_batch(spec)
+    extend(fresh, 9)
+    assert draw_starts(fresh, spec, 2) == [(0, 0), (1, 0), (0, 4), (1, 4)]
+
+
+def test_a_buffer_can_bring_its_own_sampler() -> None:
+    class Newest(UniformSampler):
+        def draw(self, count: int, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
+            return np.zeros(count, np.int64), np.full(count, self._ring.cursor - self._rows)
+
+    buffer = counter_buffer(20, samplers={"newest": Newest})
+    assert draw_starts(buffer, BatchSpec(size=2, length=3, sampler="newest"), 1) == [(0, 17)] * 2
+    with pytest.raises(ConfigError, match="Did you mean 'newest'"):
+        buffer.ready(BatchSpec(size=2, length=3, sampler="newst"))

@@ -1,0 +1,106 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from rl_lab.components.nn.optim import LaProp
+
+
+def slow_laprop(parameter, gradients, *, lr, warmup, agc=0.3, floor=1e-3, beta1=0.9, beta2=0.999, eps=1e-20):
+    """One number at a time, as the paper writes it, clipping included."""
+    values = parameter.flatten().tolist()
+    square, momentum = [0.0] * len(values), [0.0] * len(values)
+    for step, gradient in enumerate(gradients, start=1):
+        flat = gradient.flatten().tolist()
+        size = math.sqrt(sum(g * g for g in flat))
+        own = math.sqrt(sum(v * v for v in values))
+        shrink = max(1.0, size / (agc * max(floor, own))) if agc else 1.0
+        rate = lr * (min(1.0, (step - 1) / warmup) if warmup else 1.0)
+        for i, g in enumerate(flat):
+            g = g / shrink
+            square[i] = beta2 * square[i] + (1 - beta2) * g * g
+            u = g / (math.sqrt(square[i] / (1 - beta2**step)) + eps)
+            momentum[i] = beta1 * momentum[i] + (1 - beta1) * u
+            values[i] -= rate * momentum[i] / (1 - beta1**step)
+    return torch.tensor(values).reshape(parameter.shape)
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("agc", [0.0, 0.3])
+def test_against_a_slow_loop(warmup, agc):
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(3, 2, generator=generator), torch.zeros(4), torch.randn(2, generator=generator) * 20]
+    gradients = [
+        [torch.randn(s.shape, generator=generator) * scale for scale in (1, 0.1, 5, 1e-3, 1)] for s in starts
+    ]
+    parameters = [nn.Parameter(s.clone()) for s in starts]
+    optimizer = LaProp(parameters, lr=0.05, agc=agc, warmup=warmup)
+    for step in range(5):
+        for parameter, series in zip(parameters, gradients):
+            parameter.grad = series[step].clone()
+        optimizer.step()
+    for parameter, start, series in zip(parameters, starts, gradients):
+        expected = slow_laprop(start, series, lr=0.05, warmup=warmup, agc=agc)
+        assert torch.allclose(parameter, expected, atol=1e-5)
+
+
+def test_clipping_limits_the_gradient_to_a_share_of_the_weights():
+    parameter = nn.Parameter(torch.tensor([3.0, 4.0]))  # norm 5: gradients up to 1.5 pass
+    optimizer = LaProp([parameter], lr=1.0)
+    parameter.grad = torch.tensor([0.0, 30.0])
+    (clipped,) = optimizer._clipped_gradients(optimizer.param_groups[0], [parameter], torch.ones(()))
+    assert torch.allclose(clipped, torch.tensor([0.0, 1.5]))
+
+
+def test_a_parameter_that_joins_later_has_its_own_count():
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = LaProp([first, second], lr=0.1, agc=0.0, warmup=0)
+    gradients = [torch.tensor([1.0, -2.0]) * k for k in range(1, 6)]
+    for step, gradient in enumerate(gradients):
+        first.grad = gradient.clone()
+        second.grad = gradient.clone() if step >= 3 else None
+        optimizer.step()
+    assert torch.allclose(first, slow_laprop(torch.ones(2), gradients, lr=0.1, warmup=0, agc=0.0))
+    assert torch.allclose(second, slow_laprop(torch.ones(2), gradients[3:], lr=0.1, warmup=0, agc=0.0))
+
+
+@pytest.mark.parametrize("masked_step", [0, 2])
+def test_found_inf_masks_parameters_and_state(masked_step):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, generator=generator)
+    gradients = [torch.randn(4, generator=generator) for _ in range(4)]
+    parameter = nn.Parameter(start.clone())
+    optimizer = LaProp([parameter], lr=0.05, warmup=3)
+    for step, gradient in enumerate(gradients):
+        masked = step == masked_step
+        parameter.grad = torch.full((4,), float("nan")) if masked else gradient.clone()
+        optimizer.found_inf = torch.tensor(float(masked))
+        optimizer.step()
+    rest = [g for step, g in enumerate(gradients) if step != masked_step]
+    assert torch.allclose(parameter, slow_laprop(start, rest, lr=0.05, warmup=3), atol=1e-6)
+    assert optimizer.state[parameter]["step"].item() == 3
+
+
+def test_state_survives_saving(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(5))
+        return parameter, LaProp([parameter], lr=torch.tensor(0.05), warmup=3)
+
+    def train(parameter, optimizer, steps):
+        for _ in range(steps):
+            parameter.grad = torch.sin(parameter.detach() * 3)
+            optimizer.step()
+
+    whole, optimizer = make()
+    train(whole, optimizer, 6)
+    half, optimizer = make()
+    train(half, optimizer, 3)
+    torch.save({"p": half, "o": optimizer.state_dict()}, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed, optimizer = make()
+    resumed.data.copy_(state["p"])
+    optimizer.load_state_dict(state["o"])
+    train(resumed, optimizer, 3)
+    assert torch.equal(resumed, whole)

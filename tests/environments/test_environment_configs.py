@@ -1,0 +1,28 @@
+"""Every shipped environment file makes what it says."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import rl_lab.configs
+from rl_lab.environments import env_config_options, make_env, probe_spec
+
+FOLDER = Path(rl_lab.configs.__file__).parent / "environment"
+OWN_TASK = {"gym.yaml": "CartPole-v1"}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_file_composes_and_makes_its_environment(path):
+    assert path.read_text().startswith("# "), "the first line is what `rl-lab list` shows"
+    node = OmegaConf.load(path)
+    node.task = node.task or OWN_TASK[path.name]
+    if node.task[0].isupper():
+        pytest.importorskip("pygame", reason="Gymnasium's classic control")
+    for evaluating in (False, True):
+        options = env_config_options(node, evaluation=evaluating)
+        with make_env(**{**options, "workers": 0}, seed=1) as env:
+            assert env.num_envs == (node.eval.num_envs if evaluating else node.num_envs)
+            assert env.spec == probe_spec(**options)
+            env.reset()
+            env.step(env.action_space.sample())

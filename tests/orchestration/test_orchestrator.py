@@ -1,0 +1,206 @@
+"""The Orchestrator with injected stand-ins only: no environment, buffer, network or file."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_lab.errors import CheckpointError, LabError
+from rl_lab.orchestration.cadence import Every
+from rl_lab.orchestration.hook_runner import HookRunner
+from rl_lab.orchestration.orchestrator import Cadences, Orchestrator, Settings
+from rl_lab.orchestration.phase_scheduler import PhaseScheduler
+from rl_lab.orchestration.phases import HookInfo, parse_phases
+from rl_lab.orchestration.run_log import RunLog
+from rl_lab.orchestration.run_state import RunState
+from rl_lab.records import CollectResult, Hook, UpdateResult
+
+
+class Diary:
+    """Stands in for workflow, storage, logger and checkpoints, and writes down what it was asked."""
+
+    def __init__(self, ready_after: int = 0, loss: float = 1.0, nonfinite: float = 0.0) -> None:
+        self.entries: list[str] = []
+        self.lines: list[dict] = []
+        self.saved: list[tuple[int, str | None]] = []
+        self.buffers: dict = {}
+        self.ready_after = ready_after
+        self.loss, self.nonfinite = loss, nonfinite
+        self.fail_saves = False
+
+    # workflow
+    def collect_step(self, step, *, phase):
+        self.entries.append(f"collect@{step}")
+        return CollectResult(steps=2, trajectory={"rows": step}, metrics={"speed": 1.0})
+
+    def finished_episodes(self):
+        return []
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        pass
+
+    def report(self, batch):
+        return {}
+
+    # storage
+    def store(self, phase, trajectory):
+        self.entries.append(f"store {trajectory['rows']} in {next(iter(phase.buffer))}")
+
+    def stream(self, hook, phase):
+        return None
+
+    def shortage(self, hook, phase):
+        return "too few rows"
+
+    # logger
+    def scalars(self, metrics, **counters):
+        self.lines.append({**metrics, **counters})
+
+    def flush(self):
+        pass
+
+    def metrics_bytes(self):
+        return 0
+
+    # checkpoints
+    def save(self, step, state, buffers, *, info=None, tag=None):
+        if self.fail_saves:
+            raise CheckpointError("disk full")
+        self.saved.append((step, tag))
+
+    def step(self, batch, scalars, noise):
+        self.entries.append("update")
+        metrics = {"loss": torch.tensor(self.loss), "nonfinite": torch.tensor(self.nonfinite)}
+        return UpdateResult(metrics)
+
+
+def orchestrator_of(diary: Diary, phases: list, cadences: Cadences | None = None, **settings) -> Orchestrator:
+    hook = Hook(diary.step)
+    parsed = parse_phases(phases, {"update": HookInfo()}, ["replay", "demos"])
+    scheduler = PhaseScheduler(parsed, total_timesteps=100)
+    runner = HookRunner("update", hook, device=torch.device("cpu"), generator=torch.Generator())
+    return Orchestrator(
+        workflow=diary,
+        scheduler=scheduler,
+        storage=SimpleNamespace(
+            store=diary.store,
+            stream=diary.stream,
+            shortage=diary.shortage,
+            buffers={},
+            get_state=dict,
+            generator_states=dict,
+        ),
+        runners={"update": runner},
+        log=RunLog(diary),
+        run_state=RunState(workflow=diary, scheduler=scheduler),
+        cadences=cadences or Cadences(),
+        settings=Settings(**settings),
+        checkpoints=SimpleNamespace(save=diary.save),
+        say=diary.entries.append,
+    )
+
+
+JOINT = [{"name": "joint", "buffer": "demos", "duration_steps": 6, "workflow_hooks": ["collect", "update"]}]
+
+
+def test_collects_stores_and_updates_in_order():
+    diary = Diary()
+    orchestrator_of(diary, JOINT).run()
+    assert diary.entries == [
+        "collect@0",
+        "store 0 in demos",
+        "update",
+        "collect@2",
+        "store 2 in demos",
+        "update",
+        "collect@4",
+        "store 4 in demos",
+        "update",
+    ]
+    assert diary.saved == [(6, None)]
+
+
+def test_log_lines_hold_counters_means_and_prefixes():
+    diary = Diary(loss=3.0)
+    orchestrator_of(diary, JOINT, Cadences(log=Every(4, "env_steps"))).run()
+    line = diary.lines[0]
+    assert (line["step"], line["frames"], line["updates"]) == (4, 4, 1)
+    assert line["train/loss"] == 3.0
+    assert line["collect/speed"] == 1.0
+    assert {"time/env_steps_per_second", "time/updates_per_second", "workflow/phase_progress"} <= set(line)
+
+
+def test_checkpoint_cadence_and_a_failing_disk():
+    diary = Diary()
+    orchestrator_of(diary, JOINT, Cadences(checkpoint=Every(4, "env_steps"))).run()
+    assert diary.saved == [(4, None), (6, None)]
+    diary = Diary()
+    diary.fail_saves = True
+    orchestrator_of(diary, JOINT).run()
+    assert any("training goes on: disk full" in entry for entry in diary.entries)
+    with pytest.raises(CheckpointError, match="disk full"):
+        orchestrator_of(diary, JOINT, on_save_failure="stop").run()
+
+
+def test_nonfinite_updates_stop_the_run_or_are_said():
+    with pytest.raises(LabError, match="non-finite"):
+        orchestrator_of(Diary(nonfinite=1.0), JOINT).run()
+    diary = Diary(nonfinite=1.0)
+    orchestrator_of(diary, JOINT, on_nonfinite="continue").run()
+    assert any("non-finite" in entry for entry in diary.entries)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_action_saves_and_returns(number: signal.Signals):
+    diary = Diary()
+    orchestrator = orchestrator_of(diary, JOINT)
+    collect = diary.collect_step
+
+    def interrupted_collect(step, *, phase):
+        if step == 2:
+            os.kill(os.getpid(), number)
+        return collect(step, phase=phase)
+
+    diary.collect_step = interrupted_collect
+    handler = signal.getsignal(number)
+    orchestrator.run()
+    assert orchestrator.interrupted
+    assert diary.entries[-2:] == ["collect@2", "store 2 in demos"]
+    assert diary.saved == [(4, None)]
+    assert signal.getsignal(number) is handler
+
+
+def test_an_offline_phase_with_too_little_data_is_an_error_at_its_start():
+    diary = Diary()
+    phases = [{"name": "off", "type": "offline", "duration_updates": 3, "workflow_hooks": ["update"]}]
+    with pytest.raises(LabError, match="too few rows"):
+        orchestrator_of(diary, phases).run()
+    assert "update" not in diary.entries
+
+
+def test_freezing_holds_for_its_phase_only():
+    diary = Diary()
+    phases = [
+        {"name": "a", "duration_steps": 2, "workflow_hooks": ["collect"], "freeze": ["part"]},
+        {"name": "b", "duration_steps": 2, "workflow_hooks": ["collect"]},
+    ]
+    orchestrator = orchestrator_of(diary, phases)
+    part = torch.nn.Linear(2, 2)
+    orchestrator.run_state.components["part"] = part
+    seen = []
+    collect = diary.collect_step
+
+    def watching(step, *, phase):
+        seen.append((phase["name"], part.weight.requires_grad))
+        return collect(step, phase=phase)
+
+    diary.collect_step = watching
+    orchestrator.run()
+    assert seen == [("a", False), ("b", True)]

@@ -1,0 +1,198 @@
+"""Phase files turned into the expected list of actions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import yaml
+
+from rl_lab.errors import CheckpointError, ConfigError
+from rl_lab.orchestration.phase_scheduler import PhaseScheduler
+from rl_lab.orchestration.phases import HookInfo, parse_phases
+
+HOOKS = {
+    "update": HookInfo("update", replayed_steps=8),
+    "update_world_model": HookInfo("update", replayed_steps=8),
+    "update_controller": HookInfo("update", replayed_steps=8),
+    "encode": HookInfo("transform"),
+    "evolve": HookInfo("evolve"),
+}
+
+
+def scheduler_of(text: str, *, total: int | None = 1000, is_ready=lambda hook, phase: True) -> PhaseScheduler:
+    phases = parse_phases(yaml.safe_load(text), HOOKS, ["replay"])
+    return PhaseScheduler(phases, total_timesteps=total, is_ready=is_ready)
+
+
+def walk(scheduler: PhaseScheduler, *, envs: int = 1, limit: int = 200, transform_parts: int = 2) -> str:
+    """Actions by their first letters until the end; collects make `envs` steps."""
+    letters = {"collect": "c", "update": "u", "update_world_model": "w", "update_controller": "k"}
+    letters |= {"evaluate": "e", "encode": "t", "evolve": "v"}
+    done = []
+    parts = itertools.count(1)
+    for _ in range(limit):
+        action = scheduler.next_action()
+        if action is None:
+            return "".join(done)
+        done.append(letters[action])
+        finished = action != "encode" or next(parts) % transform_parts == 0
+        scheduler.advance(action, steps=envs if action == "collect" else 0, done=finished)
+    return "".join(done) + "…"
+
+
+def test_stages_follow_each_other():
+    text = """
+        - {name: data, duration_steps: 3, workflow_hooks: [collect]}
+        - {name: model, type: offline, duration_updates: 4, workflow_hooks: [update_world_model]}
+        - {name: joint, duration_cycles: 2, workflow_hooks: [collect, update_world_model, update_controller]}
+        - {name: test, type: eval_only, workflow_hooks: [evaluate]}
+    """
+    assert walk(scheduler_of(text)) == "ccc" + "wwww" + "cwk" * 2 + "e"
+
+
+def test_vector_steps_overshoot_at_most_one_step():
+    scheduler = scheduler_of("[{name: x, duration_steps: 10, workflow_hooks: [collect, update]}]")
+    assert walk(scheduler, envs=4) == "cucucu"
+    assert scheduler.totals["env_steps"] == 12
+
+
+def test_repeat_and_env_steps_within_a_cycle():
+    assert walk(scheduler_of("[{name: x, duration_cycles: 2, workflow_hooks: [{collect: {env_steps: 5}}, {update: {repeat: 3}}]}]"), envs=2) == "cccuuu" * 2  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pace", "expected"),
+    [
+        ("updates_per_env_step: 1", "cu" * 4),
+        ("updates_per_env_step: 2", "cuu" * 4),
+        ("updates_per_env_step: 0.5", "ccu" * 2),
+        ("replayed_steps_per_env_step: 4", "ccu" * 2),
+        ("replayed_steps_per_env_step: 2", "ccccu"),
+    ],
+)
+def test_ratios_keep_fractional_credit(pace: str, expected: str):
+    text = f"[{{name: x, duration_steps: 4, workflow_hooks: [collect, {{update: {{{pace}}}}}]}}]"
+    assert walk(scheduler_of(text)) == expected
+
+
+def test_a_ratio_of_one_tenth_pays_exactly():
+    text = (
+        "[{name: x, duration_steps: 100, workflow_hooks: [collect, {update: {updates_per_env_step: 0.1}}]}]"
+    )
+    assert walk(scheduler_of(text), limit=500).count("u") == 10
+
+
+def test_credit_starts_when_the_buffer_is_ready_and_is_capped():
+    steps = {"n": 0}
+    text = "[{name: x, duration_steps: 6, workflow_hooks: [collect, {update: {updates_per_env_step: 1}}]}]"
+    scheduler = scheduler_of(text, is_ready=lambda hook, phase: steps["n"] >= 3)
+    done = ""
+    while (action := scheduler.next_action()) is not None:
+        done += action[0]
+        steps["n"] += action == "collect"
+        scheduler.advance(action, steps=1 if action == "collect" else 0)
+    assert done == "cc" + "cu" * 4  # nothing is owed for the two steps before
+    assert scheduler.skipped == {"update"}
+
+    text = "[{name: x, duration_steps: 10, workflow_hooks: [collect, {update: {updates_per_env_step: 3, max_burst: 2}}]}]"
+    assert walk(scheduler_of(text), envs=10).count("u") == 30  # what one collect earned is always paid
+
+
+def test_short_updates_are_skipped_until_ready():
+    seen = []
+    text = "[{name: x, duration_steps: 3, workflow_hooks: [collect, update]}]"
+    scheduler = scheduler_of(text, is_ready=lambda hook, phase: len(seen) >= 2)
+    while (action := scheduler.next_action()) is not None:
+        seen.append(action)
+        scheduler.advance(action, steps=1 if action == "collect" else 0)
+    assert seen == ["collect", "collect", "update", "collect", "update"]
+
+
+def test_evaluate_fires_on_crossing_not_on_equality():
+    text = "[{name: x, duration_steps: 21, workflow_hooks: [collect, {evaluate: {every_env_steps: 10}}]}]"
+    assert walk(scheduler_of(text), envs=7) == "c" + "ce" + "ce"
+
+
+def test_groups_repeat():
+    text = """
+        - repeat: 3
+          phases:
+            - {name: c, duration_steps: 2, workflow_hooks: [collect]}
+            - {name: u, type: offline, duration_updates: 1, workflow_hooks: [update]}
+    """
+    assert walk(scheduler_of(text)) == "ccu" * 3
+
+
+def test_transform_runs_to_the_end_of_the_buffer_and_evolve_counts_generations():
+    text = """
+        - {name: encode, type: offline, workflow_hooks: [encode]}
+        - {name: evolve, duration_updates: 3, workflow_hooks: [evolve]}
+    """
+    assert walk(scheduler_of(text), transform_parts=4) == "tttt" + "vvv"
+
+
+def test_total_timesteps_ends_training_after_the_cycle():
+    text = """
+        - {name: endless, workflow_hooks: [collect, update]}
+        - {name: never, type: offline, duration_updates: 5, workflow_hooks: [update]}
+    """
+    assert walk(scheduler_of(text, total=3)) == "cucucu"
+
+
+def test_no_end_at_all_is_an_error():
+    with pytest.raises(ConfigError, match="no duration"):
+        scheduler_of("[{name: endless, workflow_hooks: [collect]}]", total=None)
+
+
+def test_nothing_to_do_is_an_error_not_a_hang():
+    text = "[{name: stuck, duration_steps: 5, workflow_hooks: [update]}]"
+    with pytest.raises(ConfigError, match="nothing to do"):
+        scheduler_of(text, is_ready=lambda hook, phase: False).next_action()
+
+
+def test_progress_and_view():
+    text = "[{name: x, duration_steps: 4, workflow_hooks: [{collect: {policy: random}}], set: {a.b: 1}}]"
+    scheduler = scheduler_of(text)
+    view = scheduler.view()
+    assert (view["name"], view["type"], view["progress"]) == ("x", "online", 0.0)
+    assert view["collect"] == {"policy": "random"}
+    scheduler.next_action()
+    scheduler.advance("collect", steps=1)
+    assert view["progress"] == 0.25
+    assert dict(view)["set"] == {"a.b": 1}
+    with pytest.raises(TypeError):
+        view["name"] = "y"
+
+
+def test_advance_refuses_what_was_not_asked():
+    scheduler = scheduler_of("[{name: x, duration_steps: 4, workflow_hooks: [collect, update]}]")
+    with pytest.raises(ValueError, match="not the action"):
+        scheduler.advance("update")
+
+
+TEXT = """
+    - {name: data, duration_steps: 3, workflow_hooks: [collect]}
+    - repeat: 2
+      phases:
+        - name: joint
+          duration_steps: 7
+          workflow_hooks: [collect, {update: {updates_per_env_step: 0.4}}, {evaluate: {every_env_steps: 4}}]
+        - {name: off, type: offline, duration_updates: 2, workflow_hooks: [update]}
+"""
+
+
+@pytest.mark.parametrize("stop_after", range(1, 40, 3))
+def test_stopped_and_resumed_anywhere_it_does_the_same(stop_after: int):
+    whole = walk(scheduler_of(TEXT), envs=2)
+    first = scheduler_of(TEXT)
+    begun = walk(first, envs=2, limit=stop_after).rstrip("…")
+    second = scheduler_of(TEXT)
+    second.set_state(first.get_state())
+    assert begun + walk(second, envs=2) == whole
+
+
+def test_other_phases_are_refused_on_resume():
+    state = scheduler_of(TEXT).get_state()
+    with pytest.raises(CheckpointError, match="phases"):
+        scheduler_of("[{name: x, duration_steps: 4, workflow_hooks: [collect]}]").set_state(state)

@@ -1,0 +1,62 @@
+"""Comparing two runs bit for bit: weights, optimizers, counters, generators, collector, and replay's rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_lab.utils.checkpoint import CheckpointManager
+
+# Where and when a run took place is not part of what it computed.
+IGNORED = {"time"}
+
+
+def assert_same(first: Any, second: Any, path: str = "state") -> None:
+    """Equal, bit for bit, all the way down; the message names the first difference."""
+    assert type(first) is type(second), f"{path}: {type(first)} and {type(second)}"
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), f"{path}: {first.keys() ^ second.keys()}"
+        for key in first:
+            if key not in IGNORED:
+                assert_same(first[key], second[key], f"{path}.{key}")
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), f"{path}: {len(first)} and {len(second)} items"
+        for index, (a, b) in enumerate(zip(first, second)):
+            assert_same(a, b, f"{path}[{index}]")
+    elif isinstance(first, torch.Tensor):
+        assert first.dtype == second.dtype and first.shape == second.shape, path
+        same = first.contiguous().view(torch.uint8) if first.dim() else first
+        other = second.contiguous().view(torch.uint8) if second.dim() else second
+        assert torch.equal(same, other) or bool((first.isnan() & second.isnan()).all()), f"{path} differs"
+    else:
+        assert first == second or (first != first and second != second), f"{path}: {first!r} and {second!r}"
+
+
+def replay_rows(run: Path, name: str = "replay") -> dict[str, torch.Tensor]:
+    """Every stored row of a run's replay, column by column, from its files."""
+    loaded = CheckpointManager(run / "checkpoints").load()
+    folder = run / "checkpoints" / "replay" / name
+    columns: dict[str, list[torch.Tensor]] = {}
+    assert loaded.manifest is not None
+    for file in sorted(loaded.manifest["buffers"][name]["files"]):
+        for key, value in _tensors(torch.load(folder / file, weights_only=True), ""):
+            columns.setdefault(key, []).append(value.flatten().view(torch.uint8) if value.dim() else value)
+    return {key: torch.cat([part.flatten() for part in parts]) for key, parts in columns.items()}
+
+
+def _tensors(node: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(node, torch.Tensor):
+        return [(prefix, node)]
+    if isinstance(node, dict):
+        return [pair for key, value in node.items() for pair in _tensors(value, f"{prefix}/{key}")]
+    return []
+
+
+def assert_same_run(first: Path, second: Path, buffers: tuple[str, ...] = ("replay",)) -> None:
+    """The newest checkpoints of two run folders hold the same state, and the same replay."""
+    states = [CheckpointManager(run / "checkpoints").load().state for run in (first, second)]
+    assert_same(*states)
+    for name in buffers:
+        assert_same(replay_rows(first, name), replay_rows(second, name), f"replay {name}")

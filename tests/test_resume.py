@@ -1,0 +1,108 @@
+"""Stopped and resumed equals never stopped, bit for bit: by request, by SIGTERM and by kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from same_run import assert_same_run
+
+import rl_lab
+from rl_lab.orchestration.orchestrator import Orchestrator
+from rl_lab.training import resume
+
+QUIET = ["logging.progress=off", "logging.tensorboard=false"]
+# Every workflow there is, and every kind of environment; two of them with worker processes.
+RUNS = {
+    "dreamer": ["experiment=dreamer_cartpole", "debug=tiny"],
+    "dreamer_workers": ["experiment=dreamer_cartpole", "debug=tiny", "environment.workers=2"],
+    "dreamer_dict": [
+        "experiment=dreamer_cartpole",
+        "debug=tiny",
+        "environment=dummy_dict",
+        "environment.workers=2",
+        "components/encoder@components.encoder=dict",
+        "training.total_timesteps=60",
+    ],
+    "dreamer_continuous": [
+        "experiment=dreamer_cartpole",
+        "debug=tiny",
+        "environment=dummy_continuous",
+        "training.total_timesteps=60",
+    ],
+    "random": ["experiment=random_cartpole", "debug=tiny", "environment.workers=1"],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
+    words = RUNS[name] + QUIET
+    rl_lab.train(None, [*words, f"run_dir={tmp_path / 'whole'}"])
+    with monkeypatch.context() as patch:
+        do = Orchestrator.do
+
+        def stop_half_way(self, action, phase):
+            do(self, action, phase)
+            # In the middle of a cycle and of episodes, with credit left over.
+            self.interrupted = self.scheduler.totals["env_steps"] * 2 >= self.scheduler.total_timesteps
+
+        patch.setattr(Orchestrator, "do", stop_half_way)
+        half = rl_lab.train(None, [*words, f"run_dir={tmp_path / 'half'}"])
+    assert half.interrupted
+    resume(tmp_path / "half")
+    assert_same_run(tmp_path / "whole", tmp_path / "half")
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "rl_lab", "train", "+experiment=dreamer_cartpole", "debug=tiny", *QUIET]
+    return subprocess.Popen(
+        [*command, f"run_dir={folder}", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_sigterm_saves_exits_zero_and_prints_the_resume_command(tmp_path: Path):
+    process = start(tmp_path / "run", "training.total_timesteps=100000")
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "run").glob("checkpoints/step_*.json")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert f"resume {tmp_path / 'run'}" in output
+
+
+KILLS = int(os.environ.get("RL_LAB_KILLS", "5"))
+
+
+def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path):
+    """kill -9 and the same command again, until it has been killed often enough and finishes."""
+    words = ("training.total_timesteps=400", "training.checkpoint.every_env_steps=40")
+    reference = start(tmp_path / "whole", *words)
+    output, _ = reference.communicate(timeout=200)
+    assert reference.returncode == 0, output
+    moments = random.Random(KILLS)
+    kills = 0
+    for _ in range(4 * KILLS):
+        process = start(tmp_path / "killed", *words)
+        try:
+            process.wait(timeout=moments.uniform(1.0, 9.0) if kills < KILLS else 200)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            kills += 1
+        output, _ = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), output
+        if process.returncode == 0:
+            break
+    assert kills >= 1
+    assert process.returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    lines = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(steps), "a resumed run's metrics have one line per step, in order"

@@ -1,0 +1,111 @@
+"""Run folders written by hand, as a run leaves them: no training needed to test what reads them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+def write_run(
+    folder: Path,
+    *,
+    name: str = "dreamer_cartpole",
+    seed: int = 0,
+    steps: int = 20_000,
+    lines: int = 100,
+    train_ratio: int = 32,
+    evaluations: int = 10,
+    media: bool = True,
+) -> Path:
+    """A run that learns: `lines` log lines, some evaluations, a torn last line, a GIF."""
+    rng = np.random.default_rng(seed + 17)
+    (folder / "media" / "episodes" / "test").mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        f"experiment: {{name: {name}, seed: {seed}, device: cpu}}\n"
+        f"algorithm: {{train_ratio: {train_ratio}, batch_size: 16}}\n"
+        f"environment: {{task: CartPole-v1, num_envs: 4}}\n"
+        f"training: {{total_timesteps: {steps}, phases: [{{name: joint}}]}}\n"
+        f"run_dir: {folder}\n"
+    )
+    (folder / "code.txt").write_text("commit 0123456789abcdef\n\ndiff --git a b\n")
+    rows: list[dict[str, Any]] = []
+    for line in range(1, lines + 1):
+        step = steps * line // lines
+        done = line / lines
+        level = 20 + (330 if name.startswith("iris") else 470) / (
+            1 + math.exp(-12 * (done - 0.45 - 0.03 * seed))
+        )
+        counters = {
+            "step": step,
+            "frames": step,
+            "updates": step // 2,
+            "time": round(1_700_000_000 + 3.1 * line, 3),
+        }
+        rows.append(
+            counters
+            | {
+                "train/loss/observation": 2.0 * math.exp(-4 * done) + 0.05 * rng.random(),
+                "train/loss/reward": 1.5 * math.exp(-9 * done) + 0.001 * rng.random(),
+                "train/loss/dynamics": 1.0 + 0.6 * math.exp(-3 * done) + 0.02 * rng.standard_normal(),
+                "train/gradient_norm": float(abs(rng.standard_cauchy())) + 0.5,
+                "controller/entropy": 0.69 * (1 - 0.7 * done) + 0.02 * rng.standard_normal(),
+                "controller/value_mean": level / 10 + rng.standard_normal(),
+                "collect/return_mean": min(500.0, max(9.0, level + 40 * rng.standard_normal())),
+                "collect/length_mean": min(500.0, max(9.0, level)),
+                "collect/episodes": step // 200,
+                "time/env_steps_per_second": 65 + 8 * rng.standard_normal(),
+                "time/updates_per_second": 32 + 4 * rng.standard_normal(),
+                "time/env_wait_share": 0.06,
+                "time/act_share": 0.17,
+                "time/sample_share": 0.03,
+                "time/update_share": 0.66,
+                "time/log_share": 0.01,
+                "time/update_ms": 20 + rng.random(),
+                "workflow/phase_progress": done,
+            }
+        )
+        if evaluations and line % max(1, lines // evaluations) == 0:
+            mean = min(500.0, level + 15)
+            rows.append(
+                counters
+                | {"eval/return_mean": mean, "eval/return_std": 60 * (1 - done) + 5, "eval/length_mean": mean}
+            )
+    if lines > 10:
+        rows[5]["train/loss/reward"] = "NaN"
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 99999999, "collect/return_mean": 1e9, "tr')
+    if media:
+        write_gif(folder / "media" / "episodes" / "test" / "eval_episode_000020000.gif", seed)
+    return folder
+
+
+def write_gif(path: Path, seed: int = 0, size: int = 64, frames: int = 12) -> Path:
+    from PIL import Image
+
+    pictures = []
+    for frame in range(frames):
+        pixels = np.full((size, size, 3), 235, np.uint8)
+        at = (frame * size // frames + 7 * seed) % (size - 10)
+        pixels[size - 18 : size - 8, at : at + 10] = (0, 114, 178)
+        pictures.append(Image.fromarray(pixels))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=60, loop=0)
+    return path
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """make_run(seed=1, …) -> a run folder under tmp_path."""
+    made: list[Path] = []
+
+    def make(**options: Any) -> Path:
+        made.append(write_run(tmp_path / "outputs" / "2026-11-15" / f"12-00-{len(made):02d}", **options))
+        return made[-1]
+
+    return make

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rl_lab.errors import LabError
+from rl_lab.run_folder import RunFolder
+from rl_lab.tools import report
+from rl_lab.tools.report_page import LARGEST_EMBEDDED
+from rl_lab.tools.report_runs import config_differences, find_runs, load_runs, summarize
+from rl_lab.utils.manifest import CHECKPOINT_VERSION, write_manifest
+
+MakeRun = Callable[..., Path]
+
+
+def assert_is_a_picture(path: Path) -> None:
+    with Image.open(path) as picture:
+        assert 800 <= picture.width <= 2400 and 200 <= picture.height <= 6000
+        pixels = np.asarray(picture.convert("L"))
+    assert pixels.std() > 3, "nothing was drawn"
+
+
+def assert_needs_no_network(page: str) -> None:
+    assert not re.search(r"""(src|href|srcset|action)\s*=\s*["']?\s*(https?:)?//""", page)
+    assert "<script" not in page and "<link" not in page and "@import" not in page
+    assert not re.search(r"url\(\s*['\"]?(https?:)?//", page)
+
+
+def test_one_run(make_run: MakeRun) -> None:
+    run = make_run()
+    paths = report.write_report([run])
+    assert paths[0] == run / "report" / "index.html" and paths[1] == run / "report" / "curve.png"
+    assert all(path.is_file() for path in paths) and len(set(paths)) == len(paths)
+    for path in paths[1:]:
+        assert_is_a_picture(path)
+    page = paths[0].read_text()
+    assert_needs_no_network(page)
+    for text in (
+        "dreamer_cartpole",
+        "CartPole-v1",
+        "20,000",
+        "10,000",
+        "5 min 07 s",
+        "64.5",
+        "0123456789abcdef",
+    ):
+        assert text in page, text
+    assert "99999999" not in page, "the torn line counts for nothing"
+    assert page.count("data:image/png;base64,") == len(paths) - 1
+    assert page.count("data:image/gif;base64,") == 1
+    assert "eval episode, step 20,000" in page
+
+
+def test_seeds_and_variants_of_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(seed=0), make_run(seed=1), make_run(seed=1, train_ratio=64)
+    paths = report.write_report([tmp_path / "outputs"], out=tmp_path / "all")
+    assert paths[0] == tmp_path / "all" / "index.html"
+    for path in paths[1:]:
+        assert_is_a_picture(path)
+    page = paths[0].read_text()
+    assert_needs_no_network(page)
+    for text in ("dreamer_cartpole train_ratio=32, seed 0", "dreamer_cartpole train_ratio=32, seed 1"):
+        assert text in page
+    assert "dreamer_cartpole train_ratio=64" in page
+    assert "algorithm.train_ratio" in page and "what differs" in page
+
+
+def test_several_runs_are_written_where_one_stands(make_run: MakeRun, tmp_path: Path, monkeypatch) -> None:
+    runs = [make_run(lines=12, media=False), make_run(lines=12, seed=1, media=False)]
+    monkeypatch.chdir(tmp_path)
+    assert report.write_report(runs)[0] == Path("report/index.html")
+    assert (tmp_path / "report" / "curve.png").is_file()
+
+
+def test_groups_differ_by_more_than_their_seed(make_run: MakeRun) -> None:
+    folders = [make_run(seed=seed, train_ratio=ratio, lines=5) for seed, ratio in ((0, 32), (1, 32), (0, 8))]
+    runs = load_runs([RunFolder(folder) for folder in folders])
+    assert [run.group for run in runs] == ["dreamer_cartpole train_ratio=32"] * 2 + [
+        "dreamer_cartpole train_ratio=8"
+    ]
+    assert len({run.label for run in runs}) == 3
+    assert config_differences(runs)["algorithm.train_ratio"] == [32, 32, 8]
+    twins = load_runs([RunFolder(folders[0]), RunFolder(make_run(seed=0, lines=5))])
+    assert twins[0].group == twins[1].group == "dreamer_cartpole"
+    assert twins[0].label != twins[1].label
+
+
+def test_summary(make_run: MakeRun) -> None:
+    folder = make_run(steps=1000, lines=50, evaluations=5)
+    manifest = {"version": CHECKPOINT_VERSION, "step": 900, "kind": "full", "buffers": {}}
+    manifest["state"] = {"file": "step_000000900.pt", "bytes": 2_500_000, "crc32": 0}
+    write_manifest(folder / "checkpoints" / "step_000000900.json", manifest)
+    (folder / "checkpoints" / "best.json").write_text("{torn")
+    summary = summarize(load_runs([RunFolder(folder)])[0])
+    assert (summary.steps, summary.frames, summary.updates, summary.total_steps) == (1000, 1000, 500, 1000)
+    assert summary.seconds == pytest.approx(3.1 * 49) and summary.steps_per_second == pytest.approx(
+        980 / (3.1 * 49)
+    )
+    assert summary.eval_best is not None and summary.eval_best[0] == summary.eval_last
+    assert "step_000000900: step 900, full, 2.5 MB" in summary.checkpoints
+    assert any("damaged" in line for line in summary.checkpoints)
+    assert summary.code == "commit 0123456789abcdef, with uncommitted changes"
+
+
+def test_run_that_has_only_begun(make_run: MakeRun) -> None:
+    run = make_run(lines=0, media=False)
+    paths = report.write_report([run])
+    assert "No episode has ended yet" in paths[0].read_text()
+    (run / "metrics.jsonl").unlink()
+    assert report.write_report([run])[1].stat().st_size > 1000
+
+
+def test_keys_choose_metrics(make_run: MakeRun) -> None:
+    run = make_run(lines=20, media=False)
+    paths = report.write_report([run], keys=["train/loss/*", "controller/entropy"])
+    assert {path.name for path in paths} >= {"metrics_train.png", "metrics_other.png"}
+    assert "Training" in paths[0].read_text()
+    with pytest.raises(LabError, match=r"train/los.*Did you mean"):
+        report.write_report([run], keys=["train/los/reward"])
+
+
+def test_large_media_are_linked_and_names_are_escaped(make_run: MakeRun) -> None:
+    run = make_run(name="'<b>x</b>'", lines=5, media=False)
+    video = run / "media" / "episodes" / "test" / "a long#film_000000005.mp4"
+    video.write_bytes(b"\0" * LARGEST_EMBEDDED)
+    (run / "media" / "recordings").mkdir()
+    (run / "media" / "recordings" / "short.mp4").write_bytes(b"\0" * 100)
+    page = report.write_report([run])[0].read_text()
+    assert 'href="../media/episodes/test/a%20long%23film_000000005.mp4"' in page
+    assert '<video src="data:video/mp4;base64,' in page
+    assert "<b>x</b>" not in page and "&lt;b&gt;x&lt;/b&gt;" in page
+
+
+def test_runs_are_found_by_folder_checkpoint_or_as_the_newest(make_run: MakeRun, tmp_path: Path) -> None:
+    first, second = make_run(lines=2), make_run(lines=2)
+    assert [run.path for run in find_runs([tmp_path / "outputs", first])] == [first, second]
+    assert find_runs([first / "checkpoints" / "last.pt"])[0].path == first
+    assert find_runs([], root=str(tmp_path / "outputs"))[0].path in (first, second)
+    with pytest.raises(LabError, match="no run at"):
+        find_runs([tmp_path / "nothing"])
+
+
+def test_command_prints_what_it_wrote(make_run: MakeRun, capsys) -> None:
+    run = make_run(lines=5)
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    assert report.main(parser.parse_args([str(run)])) == 0
+    printed = capsys.readouterr().out.split()
+    assert str(run / "report" / "index.html") in printed and str(run / "report" / "curve.png") in printed

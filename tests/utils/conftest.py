@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rl_lab
+from rl_lab.utils.files import crc32_of, write_atomic
+
+
+class ChunkBuffer:
+    """A stand-in for a buffer: complete chunks of ten rows are written once, the rest under a new name each time."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.saves = 0
+
+    def fill(self, count: int) -> ChunkBuffer:
+        self.rows += range(len(self.rows), len(self.rows) + count)
+        return self
+
+    def checkpoint(self, folder: Path) -> dict[str, Any]:
+        self.saves += 1
+        names = {f"chunk_{i}.json": self.rows[10 * i : 10 * i + 10] for i in range(len(self.rows) // 10)}
+        names[f"tail_{self.saves}.json"] = self.rows[len(self.rows) // 10 * 10 :]
+        for name, rows in names.items():
+            if name.startswith("tail") or not (folder / name).exists():
+                write_atomic(folder / name, lambda file, rows=rows: file.write(json.dumps(rows).encode()))
+        files = {n: {"bytes": (folder / n).stat().st_size, "crc32": crc32_of(folder / n)} for n in names}
+        return {"files": files, "meta": {"saves": self.saves}}
+
+    def restore(self, folder: Path, entry: dict[str, Any]) -> None:
+        self.rows = [row for name in entry["files"] for row in json.loads((folder / name).read_bytes())]
+        self.saves = entry["meta"]["saves"]
+
+
+@pytest.fixture
+def chunk_buffer() -> type[ChunkBuffer]:
+    return ChunkBuffer
+
+
+@pytest.fixture
+def subprocess_env() -> dict[str, str]:
+    """The environment of a process that shall find this rl_lab, from any folder."""
+    return {**os.environ, "PYTHONPATH": str(Path(rl_lab.__file__).parents[1])}

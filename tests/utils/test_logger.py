@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rl_lab.errors import ConfigError, LabError, MissingPackageError
+from rl_lab.utils.jsonl import read_jsonl
+from rl_lab.utils.logger import ExperimentLogger, prefixed
+
+
+def events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder), size_guidance={"images": 0, "scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def clip() -> np.ndarray:
+    frames = np.zeros((5, 3, 16, 16), dtype=np.uint8)
+    for t in range(5):
+        frames[t, :, :, 2 * t] = 255
+    return frames
+
+
+def test_prefixes():
+    metrics = {"loss": 1, "train/loss": 2, "report/x": 3, "trainer/loss": 4, "log/x": 5}
+    expected = {
+        "controller/loss": 1,
+        "train/loss": 2,
+        "report/x": 3,
+        "controller/trainer/loss": 4,
+        "controller/log/x": 5,
+    }
+    assert prefixed(metrics, "controller") == prefixed(metrics, "controller/") == expected
+
+
+def test_scalars_reach_the_file_and_tensorboard(tmp_path):
+    with ExperimentLogger(tmp_path) as logger:
+        logger.scalars(
+            {"train/loss": torch.tensor(0.5), "train/bad": math.nan}, step=10, frames=40, updates=3
+        )
+        logger.scalars({"train/loss": np.float32(0.25)}, step=20)
+        assert logger.metrics_bytes() == (tmp_path / "metrics.jsonl").stat().st_size
+    first, second = read_jsonl(tmp_path / "metrics.jsonl")
+    assert (first["step"], first["frames"], first["updates"], first["train/loss"]) == (10, 40, 3, 0.5)
+    assert math.isnan(first["train/bad"]) and first["time"] > 1.6e9
+    assert second["train/loss"] == 0.25 and "frames" not in second
+    board = events(tmp_path / "tensorboard")
+    assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [(10, 0.5), (20, 0.25)]
+    assert [event.value for event in board.Scalars("time/frames")] == [40]
+    assert math.isnan(board.Scalars("train/bad")[0].value)
+
+
+def test_images_videos_and_text(tmp_path):
+    with ExperimentLogger(tmp_path) as logger:
+        file = logger.video("eval/episode", clip(), step=7, fps=10, folder="episodes/test")
+        assert logger.image("report/still", clip()[0], step=7) is None
+        still = logger.image("report/still", torch.as_tensor(clip()[0]), step=8, folder="reconstructions")
+        logger.text("config", "a: **1**", step=0)
+    assert file.parent == tmp_path / "media" / "episodes" / "test" and file.stem == "eval_episode_000000007"
+    assert file.suffix in (".mp4", ".gif") and file.stat().st_size > 100
+    assert still == tmp_path / "media" / "reconstructions" / "report_still_000000008.png"
+    board = events(tmp_path / "tensorboard")
+    (animation,) = board.Images("eval/episode")
+    with Image.open(io.BytesIO(animation.encoded_image_string)) as image:
+        assert image.format == "GIF" and image.n_frames == 5 and image.size == (16, 16)
+    assert [event.step for event in board.Images("report/still")] == [7, 8]
+    (text,) = board.Tensors("config")
+    assert text.tensor_proto.string_val[0] == b"a: **1**"
+
+
+@pytest.mark.parametrize("folder", ["../..", "/tmp", "episodes/../../..", "link"])
+def test_media_cannot_leave_the_run_folder(tmp_path, folder):
+    run = tmp_path / "run"
+    (run / "media").mkdir(parents=True)
+    (run / "media" / "link").symlink_to(tmp_path)
+    with ExperimentLogger(run, tensorboard=False) as logger:
+        with pytest.raises(ConfigError, match="leads out of"):
+            logger.video("x", clip(), step=1, folder=folder)
+        with pytest.raises(ConfigError, match="leads out of"):
+            logger.image("x", clip()[0], step=1, folder=folder)
+        # Names come from workflows and are made harmless.
+        file = logger.video("../../evil name/*", clip(), step=1, folder="recordings")
+    assert file.parent == run / "media" / "recordings"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_wrong_array_is_said_with_its_name(tmp_path):
+    with (
+        ExperimentLogger(tmp_path, tensorboard=False) as logger,
+        pytest.raises(LabError, match=r"'dream'.*float64"),
+    ):
+        logger.video("dream", np.zeros((2, 3, 4, 4)), step=1)
+
+
+def test_resume_logs_each_step_once(tmp_path):
+    with ExperimentLogger(tmp_path, resume_bytes=0) as logger:
+        for step in (1, 2):
+            logger.scalars({"train/x": float(step)}, step=step)
+        size = logger.metrics_bytes()
+        for step in (3, 4):
+            logger.scalars({"train/x": -1.0}, step=step)
+    with ExperimentLogger(tmp_path, resume_step=2, resume_bytes=size) as logger:
+        for step in (3, 4, 5):
+            logger.scalars({"train/x": float(step)}, step=step)
+    assert [row["train/x"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    board = events(tmp_path / "tensorboard")
+    assert [event.value for event in board.Scalars("train/x")] == [1, 2, 3, 4, 5]
+
+
+def test_starting_over_in_a_used_folder(tmp_path):
+    for value in (1.0, 2.0):
+        with ExperimentLogger(tmp_path, resume_bytes=0) as logger:
+            logger.scalars({"train/x": value}, step=0)
+    assert [row["train/x"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [2.0]
+    assert [event.value for event in events(tmp_path / "tensorboard").Scalars("train/x")] == [2.0]
+
+
+def test_an_output_that_fails_is_said_once_and_does_not_stop_the_run(tmp_path, monkeypatch):
+    with ExperimentLogger(tmp_path) as logger:
+
+        def fails(*args):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(logger._tensorboard, "scalars", fails)
+        with pytest.warns(UserWarning, match="TensorBoard failed.*No space left") as caught:
+            for step in range(3):
+                logger.scalars({"train/x": 1.0}, step=step)
+        assert len(caught) == 1
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 3
+    logger.close()  # again is harmless
+
+
+def test_without_tensorboard_there_is_no_folder(tmp_path):
+    with ExperimentLogger(tmp_path, tensorboard=False) as logger:
+        logger.scalars({"train/x": 1.0}, step=1)
+        logger.text("a", "b")
+        logger.flush()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_wandb_is_asked_for_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'rl-lab\[track\]'"):
+        ExperimentLogger(tmp_path, wandb_mode="offline")
+    with pytest.raises(ConfigError, match=r"'ofline'.*Did you mean 'offline'"):
+        ExperimentLogger(tmp_path, wandb_mode="ofline")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_gets_what_the_others_get_and_goes_on_after_resume(tmp_path, monkeypatch):
+    calls: list[tuple] = []
+
+    class Run:
+        id = "run7"
+
+        def log(self, row, step):
+            calls.append(("log", sorted(row), step))
+
+        def finish(self):
+            calls.append(("finish",))
+
+    def init(**settings):
+        calls.append(("init", settings))
+        return Run()
+
+    fake = types.SimpleNamespace(init=init, Image=lambda array: array, Video=lambda file: file)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        with ExperimentLogger(
+            tmp_path, tensorboard=False, wandb_mode="offline", wandb_options={"project": "p", "name": None}
+        ) as logger:
+            logger.scalars({"train/x": 1.0}, step=3, frames=6)
+            logger.image("report/i", clip()[0], step=3)
+            logger.video("report/v", clip(), step=3)
+    inits = [call[1] for call in calls if call[0] == "init"]
+    assert [settings["id"] for settings in inits] == [None, "run7"]
+    assert inits[0]["mode"] == "offline" and inits[0]["project"] == "p" and "name" not in inits[0]
+    assert ("log", ["time/frames", "train/x"], 3) in calls and ("log", ["report/v"], 3) in calls
+    assert calls[-1] == ("finish",)
+
+
+def test_logger_loads_neither_wandb_nor_ffmpeg_until_needed(tmp_path, subprocess_env):
+    code = (
+        "import sys; from rl_lab.utils.logger import ExperimentLogger; "
+        "ExperimentLogger(sys.argv[1], tensorboard=False).close(); "
+        "print([m for m in ('wandb', 'imageio_ffmpeg', 'tensorboard', 'torch', 'PIL') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=subprocess_env
+    )
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rl_lab.errors import LabError
+from rl_lab.utils.media import film, gif, picture, png, save_image, save_video
+
+
+def moving(count: int = 6, channels: int = 3, height: int = 20, width: int = 30) -> np.ndarray:
+    frames = np.zeros((count, channels, height, width), dtype=np.uint8)
+    for t in range(count):
+        frames[t, :, :, 3 * t : 3 * t + 3] = 200
+    return frames
+
+
+def test_channels_move_last_and_become_three():
+    array = np.arange(24, dtype=np.uint8).reshape(2, 3, 2, 2)
+    assert np.array_equal(film(array), array.transpose(0, 2, 3, 1))
+    grey = film(array[:, :1])
+    assert grey.shape == (2, 2, 2, 3) and np.array_equal(grey[..., 0], grey[..., 2])
+    stacked = np.concatenate([array, array + 100], axis=1)  # two RGB frames: the newer is shown
+    assert np.array_equal(film(stacked), film(array + 100))
+    four_grey = np.concatenate([array, array[:, :1] + 50], axis=1)
+    assert np.array_equal(film(four_grey), film(array[:, :1] + 50))
+    assert np.array_equal(picture(torch.as_tensor(array[0])), picture(array[0]))
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((2, 3, 4, 4)), np.zeros((3, 4, 4), np.uint8), np.zeros((0, 3, 4, 4), np.uint8)]
+)
+def test_other_arrays_are_refused_with_their_shape(array):
+    with pytest.raises(LabError, match=r"'dream' cannot be shown.*shape"):
+        film(array, "dream")
+
+
+def test_png_and_gif_can_be_read_back(tmp_path):
+    frames = film(moving())
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(png(frames[0])))), frames[0])
+    with Image.open(io.BytesIO(gif(frames, fps=10))) as animation:
+        assert animation.n_frames == 6 and animation.info["duration"] == 100 and animation.info["loop"] == 0
+    path = save_image(tmp_path / "deep" / "v1.5", frames[0])
+    assert path.name == "v1.5.png" and Image.open(path).size == (30, 20)
+
+
+@pytest.mark.parametrize(("height", "width"), [(20, 30), (21, 33), (301, 257)])
+def test_mp4_where_ffmpeg_is(tmp_path, height, width):
+    reader = pytest.importorskip("imageio_ffmpeg")
+    path = save_video(tmp_path / "a" / "clip", film(moving(height=height, width=width)), fps=12)
+    assert path.name == "clip.mp4" and [p.name for p in path.parent.iterdir()] == ["clip.mp4"]
+    frames = reader.read_frames(str(path))
+    meta = next(frames)
+    assert meta["fps"] == 12 and sum(1 for _ in frames) == 6
+    assert all(side % 2 == 0 for side in meta["size"])
+    assert meta["size"][0] >= 230  # small pictures are enlarged
+
+
+def test_gif_where_ffmpeg_is_not(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    path = save_video(tmp_path / "clip", film(moving()), fps=12)
+    assert path.name == "clip.gif"
+    with Image.open(path) as animation:
+        assert animation.n_frames == 6 and animation.size == (240, 160)
+
+
+def test_gif_when_ffmpeg_fails(tmp_path, monkeypatch):
+    module = pytest.importorskip("imageio_ffmpeg")
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("No ffmpeg exe could be found")
+        yield
+
+    monkeypatch.setattr(module, "write_frames", broken)
+    with pytest.warns(UserWarning, match="No ffmpeg exe"):
+        path = save_video(tmp_path / "clip", film(moving()), fps=12)
+    assert path.suffix == ".gif" and [p.name for p in tmp_path.iterdir()] == ["clip.gif"]
