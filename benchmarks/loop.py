@@ -129,9 +129,9 @@ def make_loop(env_steps: int) -> Orchestrator:
         log=RunLog(IdleLogger(), stopwatch=stopwatch, total_steps=env_steps),
         run_state=RunState(workflow=workflow, scheduler=scheduler),
         cadences=Cadences(
-            log=Every(10_000, "env_steps"),
-            report=Every(50_000, "env_steps"),
-            checkpoint=Every(50_000, "env_steps"),
+            log=Every({"env_steps": 10_000}),
+            report=Every({"env_steps": 50_000}),
+            checkpoint=Every({"env_steps": 50_000}),
         ),
         say=lambda text: None,
     )

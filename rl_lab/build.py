@@ -143,6 +143,7 @@ def build_buffers(
             f"buffers.{name}",
             node,
             columns=columns,
+            spec=spec,
             num_streams=int(options.get("num_envs", 1)),
             device=device,
             mutable=tuple(extras),
@@ -223,7 +224,9 @@ def build_run(
         prefetch=_prefetch(training, buffers, device),
     )
     phases = parse_phases(_plain(training.phases), hook_infos(hooks), buffers)
-    _check_phases(phases, workflow, {**dict(components.items()), **dict(controllers.items())}, config)
+    _check_phases(
+        phases, workflow, {**dict(components.items()), **dict(controllers.items())}, buffers, config
+    )
     total = int(training.total_timesteps) if training.total_timesteps else None
     scheduler = PhaseScheduler(phases, total_timesteps=total, is_ready=storage.ready)
     runners = {
@@ -294,12 +297,16 @@ def build_cadences(training: DictConfig) -> Cadences:
     for name in ("log", "evaluate", "report", "checkpoint"):
         node = _plain(training[name]) or {}
         reject_unknown_keys(f"training.{name}", node, known)
-        cadences[name] = Every.from_config(f"training.{name}", node)
+        cadences[name] = Every.from_config(node)
     return Cadences(**cadences)
 
 
 def _check_phases(
-    phases: list[PhaseDefinition], workflow: Any, parts: Mapping[str, Any], config: DictConfig
+    phases: list[PhaseDefinition],
+    workflow: Any,
+    parts: Mapping[str, Any],
+    buffers: Mapping[str, Any],
+    config: DictConfig,
 ) -> None:
     """What phases freeze and set must exist, and the workflow must listen to it."""
     for phase in phases:
@@ -314,6 +321,11 @@ def _check_phases(
                 )
         if phase.collects and not config.buffers:
             raise ConfigError(f"phase '{phase.name}' collects, but the config has no buffers")
+        target = next(iter(phase.buffer), "")
+        if phase.collects and getattr(buffers.get(target), "read_only", False):
+            raise ConfigError(
+                f"phase '{phase.name}' would collect into '{target}', which is read-only: name another first"
+            )
 
 
 def _prefetch(training: DictConfig, buffers: Mapping[str, Any], device: torch.device) -> int:

@@ -12,7 +12,7 @@ outputs/2026-11-15/14-30-05/
 
 from __future__ import annotations
 
-import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -93,6 +93,13 @@ class RunFolder:
 
     def load_spec(self) -> Spec:
         return Spec.from_dict(read_json(self.path / "config" / "spec.json"))
+
+    def discard_if_unused(self) -> None:
+        """Remove the folder of a run that failed before it did anything: a mistake in a config is no run."""
+        if not any(self.checkpoints.iterdir()) and not (
+            self.metrics.exists() and self.metrics.stat().st_size
+        ):
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _write_scripts(self) -> None:
         python = sys.executable
@@ -187,15 +194,3 @@ def describe_differences(
         elif before != after:
             differences[path] = (before, after)
     return differences
-
-
-def process_environment() -> dict[str, str]:
-    """Machine facts kept with results: host name is left out on purpose."""
-    import platform
-
-    return {
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "cpus": str(os.cpu_count()),
-    }

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_lab.build import Run, build_run, environment_spec
 from rl_lab.compose import compose_config, resolve_config
-from rl_lab.errors import CheckpointError, ConfigError
+from rl_lab.errors import CheckpointError, ConfigError, LabError
+from rl_lab.orchestration.profiling import Trace
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
 from rl_lab.utils.checkpoint import CheckpointManager, Loaded, partial_load
 from rl_lab.utils.files import RunLock
@@ -36,6 +38,9 @@ SAFE_ON_RESUME = (
     "logging",
     "wandb",
     "environment.workers",
+    "buffers.*.storage",
+    "buffers.*.folder",
+    "buffers.offline.path",
     "environment.eval",
     "run_dir",
     "output_root",
@@ -86,7 +91,11 @@ def train_config(
     folder.path.mkdir(parents=True, exist_ok=True)
     with RunLock(folder.path):
         folder.create(config, spec, list(overrides))
-        return _run(folder, config, say)
+        try:
+            return _run(folder, config, say)
+        except LabError:
+            folder.discard_if_unused()
+            raise
 
 
 def resume(
@@ -123,7 +132,7 @@ def _resume_changed(
     after: Any = OmegaConf.to_container(config)
     differences = describe_differences(before, after)
     for path, (old, new) in sorted(differences.items()):
-        if not any(path == safe or path.startswith(safe + ".") for safe in SAFE_ON_RESUME):
+        if not any(fnmatch(path, safe) or fnmatch(path, f"{safe}.*") for safe in SAFE_ON_RESUME):
             raise ConfigError(
                 f"{path} was {old!r} in this run and cannot become {new!r} on resume; "
                 f"safe to change: {', '.join(SAFE_ON_RESUME)}. For anything else start a new run "
@@ -178,6 +187,10 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
             empty = checkpoints.restore_buffers(loaded, run.orchestrator.storage.buffers)
             run.orchestrator.restore(loaded.state, empty_buffers=empty)
             say(f"resumed at step {loaded.state['global_step']} from {loaded.path}")
+        if config.training.profile:
+            run.orchestrator.trace = Trace(
+                folder.path / "profile" / "trace.json", int(config.training.profile)
+            )
         _describe_memory(run, say)
         with progress:
             run.orchestrator.run()

@@ -64,8 +64,10 @@ class ChunkFiles:
             parts[kind].append(name)
 
         for chunk, first, last in self._chunks(begin, end):
-            complete = last == (chunk + 1) * self.chunk_rows
-            keep("fixed", f"chunk-{chunk:08d}.pt" if complete else f"tail-{last:012d}.pt", fixed, first, last)
+            if fixed:
+                whole = last == (chunk + 1) * self.chunk_rows
+                name = f"chunk-{chunk:08d}.pt" if whole else f"tail-{last:012d}.pt"
+                keep("fixed", name, fixed, first, last)
             if mutable:
                 name = self._mutable.setdefault(chunk, f"mutable-{chunk:08d}-{self.saves:08d}.pt")
                 keep("mutable", name, mutable, first, last)

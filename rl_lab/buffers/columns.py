@@ -7,12 +7,16 @@ costs about as much as a memcpy of the same bytes, on the CPU and on a GPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from rl_lab.buffers.mapped_files import MappedFiles
 from rl_lab.errors import ConfigError
 from rl_lab.records import ArraySpec
+from rl_lab.utils.files import free_bytes
 
 DTYPES = {
     name: getattr(torch, name)
@@ -31,6 +35,7 @@ DTYPES = {
 }
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 DEVICE_SHARE = 0.5  # of the device's free memory that a buffer may take before it moves to the host
+RESERVE_ROWS = 256  # per stream, for which disk is asked at a time
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -45,10 +50,10 @@ def row_bytes(spec: ArraySpec) -> int:
 
 
 def choose_storage(storage: str, device: torch.device, nbytes: int) -> torch.device:
-    """Where rows live: "device", "host", or ("auto") the device when they take under half of its free memory."""
-    if storage not in ("auto", "device", "host"):
-        raise ConfigError(f"storage '{storage}' is not known; choose auto, device or host")
-    if storage == "host" or device.type == "cpu":
+    """Where rows live: "device", "host" ("disk": mapped there), or ("auto") the device if under half of its memory."""
+    if storage not in ("auto", "device", "host", "disk"):
+        raise ConfigError(f"storage '{storage}' is not known; choose auto, device, host or disk")
+    if storage in ("host", "disk") or device.type == "cpu":
         return torch.device("cpu")
     if storage == "auto" and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -57,14 +62,32 @@ def choose_storage(storage: str, device: torch.device, nbytes: int) -> torch.dev
     return device
 
 
-class Columns:
-    """Named arrays of N rings × `capacity` rows, plus one spare row at the end for what must not be stored."""
+def choose_files(storage: str, folder: Path | str | None) -> MappedFiles | None:
+    """Files for rows on disk; None for rows in memory."""
+    if storage == "disk":
+        return MappedFiles(folder)
+    if folder is not None:
+        raise ConfigError(
+            f"rows with storage '{storage}' lie in no folder; use storage: disk, or folder: null"
+        )
+    return None
 
-    def __init__(self, num_streams: int, capacity: int, device: torch.device) -> None:
+
+class Columns:
+    """Named arrays of N rings × `capacity` rows, plus one spare row at the end for what must not be stored.
+
+    files: keep the arrays in these files instead of memory; `device` is then the CPU.
+    """
+
+    def __init__(
+        self, num_streams: int, capacity: int, device: torch.device, files: MappedFiles | None = None
+    ) -> None:
         self.num_streams = num_streams
         self.capacity = capacity
         self.rows = num_streams * capacity
         self.device = device
+        self.files = files
+        self._reserved = 0  # slots of each stream that have their disk
         self.specs: dict[str, ArraySpec] = {}
         self.rings: dict[str, torch.Tensor] = {}  # (N, capacity, …) in the column's own dtype
         self._words: dict[
@@ -76,13 +99,23 @@ class Columns:
         """Index of the row that nobody reads."""
         return self.rows
 
+    def place(self, wanted: torch.device) -> str:
+        """Where the rows are, in words. wanted: the device of batches"""
+        if self.files is not None:
+            folder = self.files.folder
+            return f"on disk in {folder} ({free_bytes(folder) / 1e9:.1f} GB are free there)"
+        sent = wanted.type == "cuda" and self.device.type == "cpu"
+        return "host memory, sent through pinned memory" if sent else str(self.device)
+
     def allocate(self, name: str, spec: ArraySpec) -> None:
         """Add a column of zeros."""
         size = (self.rows + 1) * row_bytes(spec)
         if not size:
             raise ConfigError(f"column '{name}' of shape {spec.shape} holds nothing; leave it out")
         try:
-            if self.device.type == "cpu":  # zero pages that take memory only once written
+            if self.files is not None:
+                memory = torch.from_numpy(self.files.make(name, size))
+            elif self.device.type == "cpu":  # zero pages that take memory only once written
                 memory = torch.from_numpy(np.zeros(size, dtype=np.uint8))
             else:
                 memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -96,6 +129,9 @@ class Columns:
         self.rings[name] = typed[:-1].view(self.num_streams, self.capacity, *spec.shape)
         word = next(dtype for size, dtype in WORDS.items() if row_bytes(spec) % size == 0)
         self._words[name] = _as_words(typed, self.rows + 1, word)
+        if self.files is not None:
+            self.files.reserve(name, self.rows * row_bytes(spec), size)
+            self._reserve(name, 0, self._reserved)
 
     def gather(
         self, name: str, index: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None = None
@@ -125,10 +161,39 @@ class Columns:
         """A copy of neighbouring rows of all streams, (N, count, …)."""
         return self.rings[name].index_select(1, self._slots(position, count))
 
+    def put(self, position: int, count: int, rows: Mapping[str, torch.Tensor]) -> None:
+        """Store new rows of all streams, (N, count, …), up to the ring's end at most; zeros in other columns."""
+        slot = position % self.capacity
+        self.reserve(slot + count)
+        for name, ring in self.rings.items():
+            target = ring[:, slot : slot + count]
+            if name not in rows:
+                target.zero_()
+            elif rows[name].device == target.device or not target.is_cuda:
+                target.copy_(rows[name])
+            else:  # pinned, so that the host need not wait
+                target.copy_(rows[name].contiguous().pin_memory(), non_blocking=True)
+
     def write(self, name: str, position: int, rows: torch.Tensor) -> None:
         """Store neighbouring rows of all streams, (N, count, …)."""
+        self.reserve(position + rows.shape[1])
         ring = self.rings[name]
         ring.index_copy_(1, self._slots(position, rows.shape[1]), rows.to(ring))
+
+    def reserve(self, end: int) -> None:
+        """Get the disk for rows before position `end`; LabError when it is full. In memory: nothing to do."""
+        if self.files is None or end <= self._reserved or self._reserved == self.capacity:
+            return
+        end = min(self.capacity, math.ceil(end / RESERVE_ROWS) * RESERVE_ROWS)
+        for name in self.specs:
+            self._reserve(name, self._reserved, end)
+        self._reserved = end
+
+    def _reserve(self, name: str, begin: int, end: int) -> None:
+        assert self.files is not None
+        size = row_bytes(self.specs[name])
+        for first in range(0, self.rows if end > begin else 0, self.capacity):
+            self.files.reserve(name, (first + begin) * size, (first + end) * size)
 
     def _slots(self, position: int, count: int) -> torch.Tensor:
         return torch.arange(position, position + count, device=self.device) % self.capacity

@@ -110,7 +110,7 @@ class PlainDoor:
         self, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray
     ) -> dict[str, np.ndarray]:
         """What followed each step (N, T) as what arrived with each row (N, T); see the table above."""
-        streams, steps = reward.shape
+        streams = len(reward)
         if self._reward is None:
             self._reward = np.zeros(streams, dtype=np.float32)
             self._terminated, self._truncated = np.zeros(streams, dtype=bool), np.zeros(streams, dtype=bool)
@@ -119,27 +119,27 @@ class PlainDoor:
             raise ConfigError(
                 f"the trajectory has {streams} environments, but the last one had {len(self._reward)}"
             )
-        arrived: dict[str, list[np.ndarray]] = {
-            "reward": [],
-            "terminated": [],
-            "truncated": [],
-            "is_first": [],
+
+        def late(last: np.ndarray, flow: np.ndarray) -> np.ndarray:
+            return np.concatenate([last[:, None], flow[:, :-1]], axis=1)
+
+        arrived = {
+            "reward": late(self._reward, reward),
+            "terminated": late(self._terminated, terminated),
+            "truncated": late(self._truncated, truncated),
         }
-        for step in range(steps):
-            row = (self._reward, self._terminated, self._truncated, self._first)
-            for values, value in zip(arrived.values(), row):
-                values.append(value)
-            ended = self._terminated | self._truncated
-            if np.any(reward[ended, step] != 0) or np.any((terminated | truncated)[ended, step]):
-                raise ConfigError(
-                    "the step after an episode's end came with a reward or another end, so it was not a reset: this "
-                    "door reads environments that reset on the next step (rl_lab.make_env, or Gymnasium's "
-                    "AutoresetMode.NEXT_STEP)"
-                )
-            self._reward = reward[:, step].copy()
-            self._terminated, self._truncated = terminated[:, step].copy(), truncated[:, step].copy()
-            self._first = ended
-        return {name: np.stack(values, axis=1) for name, values in arrived.items()}
+        ended = arrived["terminated"] | arrived["truncated"]
+        arrived["is_first"] = late(self._first, ended)
+        if np.any(reward[ended] != 0) or np.any((terminated | truncated)[ended]):
+            raise ConfigError(
+                "the step after an episode's end came with a reward or another end, so it was not a reset: this "
+                "door reads environments that reset on the next step (rl_lab.make_env, or Gymnasium's "
+                "AutoresetMode.NEXT_STEP)"
+            )
+        self._reward = reward[:, -1].copy()
+        self._terminated, self._truncated = terminated[:, -1].copy(), truncated[:, -1].copy()
+        self._first = ended[:, -1].copy()
+        return arrived
 
     def _check_keys(self, trajectory: Mapping[str, Any]) -> None:
         known = ("observations", "actions", "rewards", *ENDS, *self.extras)

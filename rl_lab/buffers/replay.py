@@ -1,4 +1,4 @@
-"""Replay: the newest rows of N environments, on the training device or in host memory.
+"""Replay: the newest rows of N environments, on the training device, in host memory or on disk.
 
 Each environment (stream) has a ring of rows; all rings advance together. A sequence is a run of neighbouring
 rows of one stream, so drawing a batch is index arithmetic on the host, from a CPU generator: the same seed
@@ -19,7 +19,7 @@ import torch
 
 from rl_lab.buffers.batches import MaskedIndex, allocate, copy_batch, to_device
 from rl_lab.buffers.chunk_files import ChunkFiles, Rows, check_layout
-from rl_lab.buffers.columns import Columns, as_rows, choose_storage, row_bytes
+from rl_lab.buffers.columns import Columns, as_rows, choose_files, choose_storage, row_bytes
 from rl_lab.buffers.late_writes import MOST_WAITING, LateWrites
 from rl_lab.buffers.ring import Ring
 from rl_lab.buffers.samplers import Sampler, SamplerFactory, make_sampler, sampler_key
@@ -35,7 +35,8 @@ class ReplayBuffer:
     columns:     name -> shape and dtype of one row's array (dtype "bfloat16" is allowed)
     capacity:    rows in all streams together; each stream holds capacity // num_streams
     device:      where batches are wanted
-    storage:     "device", "host", or "auto": the device when the rows take under half of its free memory
+    storage:     "device", "host", "disk", or "auto": the device when the rows take under half of its free memory
+    folder:      for "disk": where the scratch files lie (None: the working folder); see mapped_files.py
     mutable:     columns that `write_back` and `write` may change after they were added
     samplers:    more samplers for BatchSpec.sampler to name, beside "uniform" and "online"
     chunk_rows:  positions per checkpoint file
@@ -49,6 +50,7 @@ class ReplayBuffer:
         num_streams: int,
         device: torch.device | str = "cpu",
         storage: str = "auto",
+        folder: Path | str | None = None,
         mutable: Sequence[str] = (),
         samplers: Mapping[str, SamplerFactory] | None = None,
         chunk_rows: int = 1024,
@@ -65,7 +67,7 @@ class ReplayBuffer:
         self.ring = Ring(num_streams, capacity // num_streams)
         estimate = num_streams * self.ring.capacity * sum(row_bytes(spec) for spec in columns.values())
         place = choose_storage(storage, self.device, estimate)
-        self._columns = Columns(num_streams, self.ring.capacity, place)
+        self._columns = Columns(num_streams, self.ring.capacity, place, choose_files(storage, folder))
         for name, spec in columns.items():
             self._columns.allocate(name, spec)
         self._mutable = list(mutable)
@@ -122,12 +124,9 @@ class ReplayBuffer:
 
     def describe(self) -> str:
         """The memory estimate, in a line."""
-        place = str(self.storage_device)
-        if self.device.type == "cuda" and self.on_host:
-            place = "host memory, sent through pinned memory"
         return (
             f"{self.capacity:,} rows ({self.num_streams} × {self.ring.capacity:,}) × {self.bytes_per_row:,} bytes = "
-            f"{self.nbytes / 1e9:.2f} GB when full, {place}"
+            f"{self.nbytes / 1e9:.2f} GB when full, {self._columns.place(self.device)}"
         )
 
     # ---------------------------------------------------------------- adding
@@ -160,15 +159,7 @@ class ReplayBuffer:
 
     def _add_run(self, rows: Mapping[str, torch.Tensor], count: int) -> None:
         begin = self.ring.cursor
-        slot = begin % self.ring.capacity
-        for name in self._columns.specs:
-            target = self._columns.rings[name][:, slot : slot + count]
-            if name not in rows:
-                target.zero_()
-            elif rows[name].device == target.device or not target.is_cuda:
-                target.copy_(rows[name])
-            else:  # pinned, so that the host need not wait
-                target.copy_(rows[name].contiguous().pin_memory(), non_blocking=True)
+        self._columns.put(begin, count, rows)
         never = np.zeros((self.num_streams, count), dtype=bool)
         first = rows["is_first"].cpu().numpy() if "is_first" in rows else never
         for step in range(count):
@@ -387,8 +378,15 @@ class ReplayBuffer:
             raise CheckpointError(
                 f"the replay's files do not hold all of its {cursor - oldest} rows: {found}"
             )
-        first_rows = self._columns.read("is_first", oldest, cursor - oldest) if "is_first" in found else None
-        self.ring.rebuild(cursor, None if first_rows is None else first_rows.cpu().numpy())
+        self._rebuild_ring(cursor)
+
+    def _rebuild_ring(self, cursor: int) -> None:
+        """Find the episodes in rows that were put in place."""
+        count = min(cursor, self.ring.capacity)
+        first = None
+        if "is_first" in self._columns.specs:
+            first = self._columns.read("is_first", cursor - count, count).cpu().numpy()
+        self.ring.rebuild(cursor, first)
 
     def _layout(self) -> dict[str, Any]:
         return {

@@ -24,8 +24,10 @@ from typing import Any
 
 import gymnasium
 
+from rl_lab.environments.aliases import canonical, with_suite
 from rl_lab.environments.gym_adapter import nearest
 from rl_lab.environments.spec import spec_of
+from rl_lab.environments.transforms import add_wrappers
 from rl_lab.environments.vector import VectorEnv, default_workers
 from rl_lab.environments.wrappers import (
     ActionRepeat,
@@ -42,6 +44,14 @@ from rl_lab.records import Spec
 SUITES = {
     "gym": "rl_lab.environments.gym_adapter",
     "dummy": "rl_lab.environments.dummy",
+    "atari": "rl_lab.environments.atari",
+    "atari100k": "rl_lab.environments.atari100k",
+    "dmc": "rl_lab.environments.dmc",
+    "crafter": "rl_lab.environments.crafter",
+    "minigrid": "rl_lab.environments.minigrid",
+    "carracing": "rl_lab.environments.carracing",
+    "popgym": "rl_lab.environments.popgym",
+    "memory_maze": "rl_lab.environments.memory_maze",
 }
 ENTRY_POINTS = "rl_lab.environments"
 
@@ -58,17 +68,18 @@ class EnvFactory:
     module: str
     task: Any
     size: tuple[int, int] | None = None
-    action_repeat: int = 1
+    action_repeat: int | None = None
     time_limit: int | None = None
     pixels: bool | str = False
     observations: tuple[str, ...] | None = None
+    wrappers: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, render: bool = False) -> gymnasium.Env:
         """One environment behind the lab's wrappers; the order of these lines is the order of the wrapping."""
         adapter = _import_adapter(self.module, self.name)
         handled: frozenset[str] = getattr(adapter, "HANDLES", frozenset())
-        repeat = 1 if "action_repeat" in handled else self.action_repeat
+        repeat = 1 if "action_repeat" in handled else self.action_repeat or 1
         limit = None if "time_limit" in handled else self.time_limit
         size = None if "size" in handled else self.size
 
@@ -84,13 +95,14 @@ class EnvFactory:
         env = DictObservation(env, self.observations)
         if size is not None:
             env = Resize(env, size)
+        env = add_wrappers(env, self.wrappers)
         return StandardAction(env)
 
     def step_seconds(self) -> float | None:
         """Roughly how long one decision takes, where the suite knows; rendering is not counted as short."""
         estimate = getattr(_import_adapter(self.module, self.name), "step_seconds", None)
         seconds = None if estimate is None or self.pixels else estimate(self.task)
-        return None if seconds is None else seconds * self.action_repeat
+        return None if seconds is None else seconds * (self.action_repeat or 1)
 
     def _make(self, adapter: ModuleType, handled: dict[str, Any], render: bool) -> gymnasium.Env:
         try:
@@ -112,7 +124,7 @@ def make_env(
     workers: int | None = None,
     seed: int = 0,
     size: int | Sequence[int] | None = None,
-    action_repeat: int = 1,
+    action_repeat: int | None = None,
     time_limit: int | None = None,
     render: bool = False,
     copy: bool = True,
@@ -126,12 +138,12 @@ def make_env(
     workers:       processes to spread them over; 0 steps in this one, None chooses
     seed:          of the run; every episode's own seed follows from it
     size:          height and width of images (one number: square)
-    action_repeat: environment steps per decision
+    action_repeat: environment steps per decision; None: the suite's own (Atari 4, others 1)
     time_limit:    decisions after which an episode is truncated; replaces the limit of a registered id
     render:        make `render()` of environment 0 possible
     copy, infos:   see `VectorEnv`
     options:       `pixels` (True: the rendered frame as the observation; "both": beside it), `observations` (names
-                   of those to keep); all others go to the suite
+                   of those to keep), `wrappers` (see `transforms`); all others go to the suite
     """
     _check(
         num_envs=num_envs, action_repeat=action_repeat, time_limit=time_limit, workers=workers, infos=infos
@@ -157,7 +169,7 @@ def probe_spec(
     *,
     workers: int | None = None,
     size: int | Sequence[int] | None = None,
-    action_repeat: int = 1,
+    action_repeat: int | None = None,
     time_limit: int | None = None,
     **options: Any,
 ) -> Spec:
@@ -177,6 +189,9 @@ def env_config_options(environment: Mapping[str, Any], *, evaluation: bool = Fal
         raise ConfigError(
             "environment.task is not set: name a task, for example environment.task=CartPole-v1"
         )
+    suite = options.pop("suite", None)  # a suite's own file: environment=atari100k environment.task=pong
+    if suite and isinstance(options["task"], str):
+        options["task"] = with_suite(options["task"], suite)
     return options
 
 
@@ -192,7 +207,8 @@ def _factory(
     size: int | Sequence[int] | None,
     pixels: bool | str = False,
     observations: Sequence[str] | None = None,
-    action_repeat: int,
+    wrappers: Mapping[str, Any] | None = None,
+    action_repeat: int | None,
     time_limit: int | None,
     **options: Any,
 ) -> EnvFactory:
@@ -213,6 +229,7 @@ def _factory(
         time_limit=time_limit,
         pixels=pixels,
         observations=None if observations is None else tuple(observations),
+        wrappers=dict(wrappers or {}),
         options=options,
     )
 
@@ -222,6 +239,7 @@ def _split(task: Task) -> tuple[str, str, Any]:
     gym = SUITES["gym"]
     if callable(task):
         return getattr(task, "__name__", type(task).__name__), gym, task
+    task = canonical(task)
     if task in gymnasium.registry:
         return task, gym, task
     if ":" in task:
@@ -279,7 +297,7 @@ def _probe(factory: EnvFactory) -> Spec:
 
 
 def _check(
-    *, num_envs: int, action_repeat: int, time_limit: int | None, workers: int | None, infos: str = "log"
+    *, num_envs: int, action_repeat: int | None, time_limit: int | None, workers: int | None, infos: str = "log"
 ) -> None:
     for name, value, least in (
         ("num_envs", num_envs, 1),

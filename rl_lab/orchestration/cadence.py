@@ -12,32 +12,32 @@ EVERY_KEYS = {"every_env_steps": "env_steps", "every_updates": "updates", "every
 
 
 class Every:
-    """Fires once each time a counter passes a multiple of `every`, however far one step jumps."""
+    """Fires once each time a counter passes a multiple of its limit, however far one step jumps.
 
-    def __init__(self, every: int, counter: str) -> None:
-        if every < 1:
-            raise ConfigError(f"a cadence must be at least 1, not {every}")
-        self.every = every
-        self.counter = counter
-        self.passed = 0
+    With several counters (`{every_env_steps: 1000, every_updates: 500}`) the first to pass fires: an offline
+    phase, in which no environment steps, is logged too.
+    """
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        for counter, limit in limits.items():
+            if limit < 1:
+                raise ConfigError(f"a cadence must be at least 1, not {limit} {counter}")
+        self.limits = dict(limits)
+        self.passed = dict.fromkeys(limits, 0)
 
     @classmethod
-    def from_config(cls, name: str, node: Mapping[str, Any] | None) -> Every | None:
-        """`{every_env_steps: 1000}` -> Every; None or an empty node never fires."""
-        given = {key: value for key, value in (node or {}).items() if key in EVERY_KEYS and value is not None}
-        if not given:
-            return None
-        if len(given) > 1:
-            raise ConfigError(f"cadence '{name}' has {', '.join(given)}; give one of them")
-        key, value = next(iter(given.items()))
-        return cls(int(value), EVERY_KEYS[key])
+    def from_config(cls, node: Mapping[str, Any] | None) -> Every | None:
+        """`{every_env_steps: 1000}` -> Every; None or a node without limits never fires."""
+        node = node or {}
+        limits = {EVERY_KEYS[key]: int(node[key]) for key in EVERY_KEYS if node.get(key) is not None}
+        return cls(limits) if limits else None
 
     def due(self, counters: Mapping[str, int]) -> bool:
         """True when a multiple has been passed and `fired` was not called since."""
-        return counters[self.counter] // self.every > self.passed
+        return any(counters[name] // limit > self.passed[name] for name, limit in self.limits.items())
 
     def fired(self, counters: Mapping[str, int]) -> None:
-        self.passed = counters[self.counter] // self.every
+        self.passed = {name: counters[name] // limit for name, limit in self.limits.items()}
 
 
 class Ratio:

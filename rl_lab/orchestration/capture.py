@@ -8,6 +8,7 @@ capture off, every call is a plain call: the eager path is the specification.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -19,10 +20,12 @@ EAGER_CALLS = 3  # before recording: cuBLAS handles, autotuning, optimizer state
 class Capture:
     """Wraps a function of static tensors; `__call__` runs or replays it and returns its static result.
 
-    All captures of a run share one memory pool, since their graphs never run at the same time.
+    All captures share one memory pool: their graphs never run at the same time, and what one returns is read
+    before another runs.
     """
 
     _pool: Any = None
+    _pooled: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs that live in the pool
 
     def __init__(
         self,
@@ -78,13 +81,14 @@ class Capture:
         return result
 
     def _record(self, arguments: tuple[Any, ...]) -> None:
-        if Capture._pool is None:
+        if not Capture._pooled:  # the first graph, or the pool went with the last one
             Capture._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=Capture._pool):
             self._result = self.function(*arguments)
         self._graph = graph
+        Capture._pooled.add(graph)
         self._arguments = tuple(id(argument) for argument in arguments)
 
     def _check_same(self, arguments: tuple[Any, ...]) -> None:

@@ -68,6 +68,8 @@ class HookRunner:
             with self.stopwatch("write_back"):
                 assert self.hook.batch is not None
                 stream.write_back(batch.index, result.write_back, offset=self.hook.batch.context)
+        if stream is not None:
+            stream.ahead()  # the next batch is fetched while the device works on this one
 
     def _set_scalars(self, phase: Mapping[str, Any], counters: Mapping[str, int]) -> None:
         """Copy this call's numbers into the device buffer that the step reads, if they changed."""

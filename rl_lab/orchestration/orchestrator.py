@@ -20,6 +20,7 @@ from rl_lab.orchestration.evolution import evaluate_population
 from rl_lab.orchestration.hook_runner import HookRunner
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import HookUse, PhaseDefinition
+from rl_lab.orchestration.profiling import Trace
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
 from rl_lab.utils.seeding import derive_seed
@@ -51,12 +52,13 @@ class Cadences:
     def items(self) -> list[tuple[str, Every]]:
         return [(name, every) for name, every in vars(self).items() if every is not None]
 
-    def get_state(self) -> dict[str, int]:
-        return {name: every.passed for name, every in self.items()}
+    def get_state(self) -> dict[str, dict[str, int]]:
+        return {name: dict(every.passed) for name, every in self.items()}
 
-    def set_state(self, state: Mapping[str, int]) -> None:
+    def set_state(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        """A cadence that was changed on resume (a counter that the state does not know) starts from 0."""
         for name, every in self.items():
-            every.passed = int(state.get(name, 0))
+            every.passed |= {key: int(n) for key, n in state.get(name, {}).items() if key in every.passed}
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Orchestrator:
     checkpoints: Any = None  # CheckpointManager
     evaluator: Any = None
     make_population_environment: Callable[[], Any] | None = None
+    trace: Trace | None = None
     say: Callable[[str], None] = print
     interrupted: bool = False
 
@@ -100,6 +103,8 @@ class Orchestrator:
                     break
                 self.do(action, phase)
                 self._follow_cadences()
+                if self.trace is not None:
+                    self.trace.tick(self.scheduler.totals)
             self._finish()
 
     def do(self, action: str, phase: PhaseDefinition) -> None:
@@ -320,6 +325,8 @@ class Orchestrator:
             self.save()
         if self._population_environment is not None:
             self._population_environment.close()
+        if self.trace is not None:
+            self.trace.close()
 
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         """Hooks mask a non-finite update on the device and count it; here the host learns of it."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rl_lab.errors import CheckpointError, ConfigError
-from rl_lab.orchestration.cadence import EVERY_KEYS, Every, Ratio
+from rl_lab.orchestration.cadence import Every, Ratio
 from rl_lab.orchestration.phases import HookUse, PhaseDefinition
 
 
@@ -163,8 +163,8 @@ class PhaseScheduler:
         for position, use in enumerate(phase.hooks):
             if use.updates_per_env_step is not None:
                 self._ratios[position] = Ratio(use.updates_per_env_step, use.max_burst)
-            if use.every is not None:
-                every = Every(use.every[1], EVERY_KEYS[use.every[0]])
+            if use.every:
+                every = Every(use.every)
                 every.fired(self.totals)  # a phase begins with nothing owed
                 self._everies[position] = every
 
@@ -226,7 +226,7 @@ class PhaseScheduler:
             "hook_calls": dict(self.hook_calls),
             "skipped": sorted(self.skipped),
             "ratio_credits": {position: ratio.credit for position, ratio in self._ratios.items()},
-            "every_passed": {position: every.passed for position, every in self._everies.items()},
+            "every_passed": {position: dict(every.passed) for position, every in self._everies.items()},
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -248,4 +248,4 @@ class PhaseScheduler:
         for position, credit in state["ratio_credits"].items():
             self._ratios[int(position)].credit = float(credit)
         for position, passed in state["every_passed"].items():
-            self._everies[int(position)].passed = int(passed)
+            self._everies[int(position)].passed = {key: int(number) for key, number in passed.items()}

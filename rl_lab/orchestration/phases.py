@@ -50,7 +50,7 @@ class HookUse:
     env_steps: int = 0  # collect: go on until so many steps this cycle
     updates_per_env_step: float | None = None
     max_burst: int = DEFAULT_MAX_BURST
-    every: tuple[str, int] | None = None  # (key, value), e.g. ("every_env_steps", 10000)
+    every: Mapping[str, int] = field(default_factory=dict)  # counter -> limit, e.g. {"env_steps": 10000}
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -164,10 +164,10 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str) -> HookUse:
     where = f"{where}, hook '{name}'"
     keys = {"collect": _COLLECT_KEYS, "evaluate": _EVALUATE_KEYS}.get(kind, _HOOK_KEYS)
     reject_unknown_keys(where, node, keys)
-    pace = [key for key in ("repeat", "env_steps", *_RATIO_KEYS, *EVERY_KEYS) if node.get(key) is not None]
-    if len(pace) > 1:
-        raise ConfigError(f"{where} has {' and '.join(sorted(pace))}; give one pace")
-    every = next(((key, _count(where, key, node[key])) for key in pace if key in EVERY_KEYS), None)
+    every = {EVERY_KEYS[key]: _count(where, key, node[key]) for key in EVERY_KEYS if node.get(key) is not None}
+    pace = [key for key in ("repeat", "env_steps", *_RATIO_KEYS) if node.get(key) is not None]
+    if len(pace) + bool(every) > 1:
+        raise ConfigError(f"{where} has {' and '.join(sorted(key for key in node))}; give one pace")
     return HookUse(
         name=name,
         kind=kind,

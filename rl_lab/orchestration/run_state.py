@@ -38,11 +38,10 @@ class RunState:
         self.collector = collector
 
     def gather(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        # The collector first: settling what is in flight may still move the others.
+        # First what is under way is settled: actions in flight, batches fetched ahead.
         collector = self.collector.get_state() if self.collector is not None else {}
-        generators = self.generators.get_state() if self.generators else {}
-        if self.storage is not None and generators:
-            generators["cpu"] |= self.storage.generator_states()
+        if self.storage is not None:
+            self.storage.settle()
         snapshot = getattr(self.workflow, "_snapshot_episode_tracking", dict)
         return {
             "version": CHECKPOINT_VERSION,
@@ -54,7 +53,7 @@ class RunState:
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "workflow_custom": self.workflow.get_state(),
             "episode_tracking": snapshot(),
-            "generators": generators,
+            "generators": self.generators.get_state() if self.generators else {},
             "storage": self.storage.get_state() if self.storage is not None else {},
             "collector": collector,
             **(extra or {}),
@@ -92,6 +91,8 @@ class RunState:
     def _restore_collector(self, state: Mapping[str, Any]) -> None:
         fresh = self.collector.set_state(state)
         if fresh:
+            if self.storage is not None:
+                self.storage.restart_streams(fresh)
             warnings.warn(
                 f"environments {fresh} did not come back to the observation they were left at: they are not "
                 "deterministic, so they begin a new episode",

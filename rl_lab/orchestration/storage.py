@@ -83,6 +83,16 @@ class Storage:
         spec = self.hooks[hook_name].batch
         return "" if spec is None else str(self.source(phase).shortage(spec))
 
+    def settle(self) -> None:
+        """Give back batches that were fetched ahead, so that a resumed run draws them again."""
+        for stream in self._streams.values():
+            stream.settle()
+
+    def restart_streams(self, environments: Sequence[int]) -> None:
+        """These environments began a new episode out of turn: their plain rows begin anew too."""
+        for door in self._doors.values():
+            door.restart(environments)
+
     def get_state(self) -> dict[str, Any]:
         return {
             "buffers": {name: buffer.get_state() for name, buffer in self.buffers.items()},
@@ -96,10 +106,6 @@ class Storage:
                 self.buffers[name].set_state(buffer_state)
         for name, door_state in state["doors"].items():
             self._doors[name].set_state(door_state)
-
-    def generator_states(self) -> dict[str, torch.Tensor]:
-        """Sampling generators as they stood before batches that were fetched but not yet served."""
-        return {f"sample/{key}": stream.state() for key, stream in self._streams.items()}
 
     @staticmethod
     def _stream_key(hook_name: str, phase: PhaseDefinition) -> str:

@@ -53,7 +53,9 @@ class DreamerWorkflow(WorldModelWorkflow):
             autocast, resolve_precision(str(context.config.training.precision), self.device), self.device
         )
         self.encoder = context.component("encoder", "forward")
-        self.rssm = context.component("rssm", "observe", "observe_sequence", "imagine_step", "prior", "feature")
+        self.rssm = context.component(
+            "rssm", "observe", "observe_sequence", "imagine_step", "prior", "feature"
+        )
         self.decoder = context.component("decoder", "forward", "losses", "observations")
         self.reward_head = context.component("reward_head", "predict", "loss")
         self.continue_head = context.component("continue_head", "predict", "loss")
@@ -242,7 +244,10 @@ class DreamerWorkflow(WorldModelWorkflow):
 
     @staticmethod
     def _latent_columns(state: State) -> dict[str, torch.Tensor]:
-        return {"deter": state["deter"].to(torch.bfloat16), "stoch": state["stoch"].argmax(-1).to(torch.uint8)}
+        return {
+            "deter": state["deter"].to(torch.bfloat16),
+            "stoch": state["stoch"].argmax(-1).to(torch.uint8),
+        }
 
     # ---------------------------------------------------------------- acting, dreaming, looking
 

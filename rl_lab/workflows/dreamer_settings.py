@@ -9,7 +9,16 @@ from typing import Any
 from rl_lab.errors import ConfigError, closest
 
 # One loss each; `reconstruction` stands for every observation.
-LOSSES = ("reconstruction", "reward", "continue", "dynamics", "representation", "actor", "critic", "replay_value")
+LOSSES = (
+    "reconstruction",
+    "reward",
+    "continue",
+    "dynamics",
+    "representation",
+    "actor",
+    "critic",
+    "replay_value",
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,9 @@ class DreamerSettings:
 
     def check(self) -> None:
         if self.replay_context not in (0, 1):
-            raise ConfigError(f"algorithm.replay_context is {self.replay_context}; it can be 0 or 1 stored latent")
+            raise ConfigError(
+                f"algorithm.replay_context is {self.replay_context}; it can be 0 or 1 stored latent"
+            )
         if self.batch_length < 2:
             raise ConfigError("algorithm.batch_length must be at least 2: a return needs a following step")
         if not 0 <= self.imagination_last <= self.batch_length or self.imagination_last == 1:

@@ -229,7 +229,7 @@ def test_mistakes_are_named() -> None:
         buffer.write_back(index, {"reward": torch.zeros(1, 2)}, offset=0)
     with pytest.raises(ConfigError, match="cannot serve 4 environments"):
         ReplayBuffer(COLUMNS, capacity=3, num_streams=4)
-    with pytest.raises(ConfigError, match="choose auto, device or host"):
+    with pytest.raises(ConfigError, match="choose auto, device, host or disk"):
         ReplayBuffer(COLUMNS, capacity=8, num_streams=4, storage="gpu")
     with pytest.raises(ConfigError, match="dtype 'complex64'"):
         ReplayBuffer({"x": ArraySpec((), "complex64")}, capacity=8, num_streams=4)

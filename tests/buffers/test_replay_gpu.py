@@ -48,7 +48,7 @@ def same(left: Batch, right: Batch) -> bool:
     return columns and masks and torch.equal(left.index.position, right.index.position.cpu())
 
 
-@pytest.mark.parametrize("storage", ["device", "host"])
+@pytest.mark.parametrize("storage", ["device", "host", "disk"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_same_draws_and_write_backs_as_on_the_cpu(spec: BatchSpec, storage: str) -> None:
     cpu, gpu = pair(0, storage)

@@ -30,7 +30,11 @@ def slow_laprop(parameter, gradients, *, lr, warmup, agc=0.3, floor=1e-3, beta1=
 @pytest.mark.parametrize("agc", [0.0, 0.3])
 def test_against_a_slow_loop(warmup, agc):
     generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(3, 2, generator=generator), torch.zeros(4), torch.randn(2, generator=generator) * 20]
+    starts = [
+        torch.randn(3, 2, generator=generator),
+        torch.zeros(4),
+        torch.randn(2, generator=generator) * 20,
+    ]
     gradients = [
         [torch.randn(s.shape, generator=generator) * scale for scale in (1, 0.1, 5, 1e-3, 1)] for s in starts
     ]

@@ -40,7 +40,9 @@ def test_multi_discrete_sums_over_its_parts():
     second = torch.distributions.Categorical(logits=raw[:, 2:])
     assert torch.allclose(log_prob, first.log_prob(action[:, 0]) + second.log_prob(action[:, 1]))
     assert torch.allclose(entropy, first.entropy() + second.entropy())
-    assert torch.equal(make_policy(MULTI).mode(raw), torch.stack([raw[:, :2].argmax(-1), raw[:, 2:].argmax(-1)], -1))
+    assert torch.equal(
+        make_policy(MULTI).mode(raw), torch.stack([raw[:, :2].argmax(-1), raw[:, 2:].argmax(-1)], -1)
+    )
 
 
 def test_normal_policy_against_torch():

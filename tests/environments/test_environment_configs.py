@@ -10,6 +10,28 @@ from rl_lab.environments import env_config_options, make_env, probe_spec
 
 FOLDER = Path(rl_lab.configs.__file__).parent / "environment"
 OWN_TASK = {"gym.yaml": "CartPole-v1"}
+PACKAGES = {
+    "atari": "ale_py",
+    "atari100k": "ale_py",
+    "dmc": "dm_control",
+    "crafter": "crafter",
+    "minigrid": "minigrid",
+    "carracing": "Box2D",
+    "popgym": "popgym",
+    "memory_maze": "memory_maze",
+}
+
+
+def check_suite_file(node, name):
+    """Suites are tested one by one elsewhere; here only that their settings are taken, by one environment."""
+    pytest.importorskip(PACKAGES[node.suite], reason=f"suite {node.suite}")
+    for evaluating in (False, True):
+        options = env_config_options(node, evaluation=evaluating)
+        assert options["task"] == f"{node.suite}/{node.task}"
+        spec = probe_spec(**options)
+        if node.size is not None:
+            assert spec.observations["image"].shape[1:] == (node.size, node.size)
+        assert spec.action_repeat == node.action_repeat, name
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
@@ -17,8 +39,11 @@ def test_file_composes_and_makes_its_environment(path):
     assert path.read_text().startswith("# "), "the first line is what `rl-lab list` shows"
     node = OmegaConf.load(path)
     node.task = node.task or OWN_TASK[path.name]
-    if node.task[0].isupper():
+    if node.task[0].isupper() and "suite" not in node:
         pytest.importorskip("pygame", reason="Gymnasium's classic control")
+    if "suite" in node:
+        check_suite_file(node, path.stem)
+        return
     for evaluating in (False, True):
         options = env_config_options(node, evaluation=evaluating)
         with make_env(**{**options, "workers": 0}, seed=1) as env:

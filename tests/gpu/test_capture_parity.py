@@ -30,7 +30,14 @@ def exact_float32():
 def built(*words: str, hook: str = "update") -> Run:
     phases = [word.replace("HOOK", hook) for word in PHASES]
     config = compose_config(
-        ["debug=tiny", "experiment.device=cuda", "training.evaluate.every_env_steps=null", *phases, *words]
+        [
+            "debug=tiny",
+            "experiment.device=cuda",
+            "training.evaluate.every_env_steps=null",
+            "training.total_timesteps=1000",
+            *phases,
+            *words,
+        ]
     )
     spec = environment_spec(config)
     return build_run(resolve_config(config, spec), spec, logger=LOGGER, checkpoints=None)
@@ -76,13 +83,9 @@ def test_bfloat16_stays_near_float32():
             SimpleNamespace(step=lambda: None, param_groups=[], zero_grad=lambda **k: None)
         ]
         orchestrator = run.orchestrator
-        while (
-            orchestrator.scheduler.current_phase().name == "data"
-            and orchestrator.scheduler.next_action() == "collect"
-        ):
-            orchestrator.do("collect", orchestrator.scheduler.current_phase())
-        phase = orchestrator.scheduler.current_phase()
-        orchestrator.do("update", phase)
+        while (action := orchestrator.scheduler.next_action()) == "collect":
+            orchestrator.do(action, orchestrator.scheduler.current_phase())
+        orchestrator.do(action, orchestrator.scheduler.current_phase())
         metrics = orchestrator.runners["update"].meter.drain()
         parts = [*run.context.components.parameters()]
         for _, module in run.context.controller_manager.modules():

@@ -7,7 +7,7 @@ from rl_lab.orchestration.cadence import Every, Ratio
 
 
 def test_every_fires_once_per_multiple_passed():
-    every = Every(10, "env_steps")
+    every = Every({"env_steps": 10})
     fired = []
     for steps in (0, 7, 14, 16, 39, 40, 41):
         if every.due({"env_steps": steps}):
@@ -16,15 +16,24 @@ def test_every_fires_once_per_multiple_passed():
     assert fired == [14, 39, 40]  # 20 and 30 were passed in one jump: one firing
 
 
+def test_the_first_of_several_counters_fires():
+    every = Every({"env_steps": 10, "updates": 4})
+    fired = []
+    for steps, updates in ((9, 0), (9, 4), (9, 7), (10, 7), (11, 8), (12, 8)):
+        counters = {"env_steps": steps, "updates": updates}
+        if every.due(counters):
+            every.fired(counters)
+            fired.append((steps, updates))
+    assert fired == [(9, 4), (10, 7), (11, 8)]
+
+
 def test_every_from_config():
-    assert Every.from_config("log", None) is None
-    assert Every.from_config("log", {"every_env_steps": None, "episodes": 5}) is None
-    every = Every.from_config("log", {"every_updates": 3})
-    assert every is not None and (every.every, every.counter) == (3, "updates")
-    with pytest.raises(ConfigError, match="one of them"):
-        Every.from_config("log", {"every_updates": 3, "every_env_steps": 4})
+    assert Every.from_config(None) is None
+    assert Every.from_config({"every_env_steps": None, "episodes": 5}) is None
+    every = Every.from_config({"every_updates": 3})
+    assert every is not None and every.limits == {"updates": 3}
     with pytest.raises(ConfigError, match="at least 1"):
-        Every.from_config("log", {"every_updates": 0})
+        Every.from_config({"every_updates": 0})
 
 
 def test_ratio_caps_its_burst():

@@ -39,7 +39,9 @@ def rows_of(collector: Collector, steps: int) -> list[dict]:
     rows = []
     for _ in range(steps):
         result = collector.step(policy, ActMode())
-        rows.append({key: np.array(value) for key, value in result.trajectory.items()} | {"steps": result.steps})
+        rows.append(
+            {key: np.array(value) for key, value in result.trajectory.items()} | {"steps": result.steps}
+        )
     return rows
 
 

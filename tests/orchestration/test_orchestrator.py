@@ -95,7 +95,7 @@ def orchestrator_of(diary: Diary, phases: list, cadences: Cadences | None = None
             shortage=diary.shortage,
             buffers={},
             get_state=dict,
-            generator_states=dict,
+            settle=lambda: None,
         ),
         runners={"update": runner},
         log=RunLog(diary),
@@ -129,7 +129,7 @@ def test_collects_stores_and_updates_in_order():
 
 def test_log_lines_hold_counters_means_and_prefixes():
     diary = Diary(loss=3.0)
-    orchestrator_of(diary, JOINT, Cadences(log=Every(4, "env_steps"))).run()
+    orchestrator_of(diary, JOINT, Cadences(log=Every({"env_steps": 4}))).run()
     line = diary.lines[0]
     assert (line["step"], line["frames"], line["updates"]) == (4, 4, 1)
     assert line["train/loss"] == 3.0
@@ -139,7 +139,7 @@ def test_log_lines_hold_counters_means_and_prefixes():
 
 def test_checkpoint_cadence_and_a_failing_disk():
     diary = Diary()
-    orchestrator_of(diary, JOINT, Cadences(checkpoint=Every(4, "env_steps"))).run()
+    orchestrator_of(diary, JOINT, Cadences(checkpoint=Every({"env_steps": 4}))).run()
     assert diary.saved == [(4, None), (6, None)]
     diary = Diary()
     diary.fail_saves = True

@@ -41,7 +41,7 @@ def test_short_and_long_hook_forms():
     assert [use.kind for use in phase.hooks] == ["collect", "update", "update", "evaluate"]
     assert phase.hooks[1].updates_per_env_step == 0.5
     assert phase.hooks[2].repeat == 3
-    assert phase.hooks[3].every == ("every_env_steps", 100)
+    assert phase.hooks[3].every == {"env_steps": 100}
     assert phase.hooks[3].options == {"episodes": 5}
     assert phase.set == {"algorithm.entropy": 1e-3}
     assert phase.freeze == ("encoder",)

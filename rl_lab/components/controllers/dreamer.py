@@ -78,10 +78,19 @@ class DreamerCriticController(nn.Module):
     """State value by two-hot regression, and its slow copy. The output layer starts at zero, so values do too."""
 
     def __init__(
-        self, *, features: int, units: int, layers: int = 3, bins: int = 255, out_scale: float = 0.0
+        self,
+        *,
+        features: int,
+        units: int,
+        layers: int = 3,
+        bins: int = 255,
+        limit: float = 20.0,
+        out_scale: float = 0.0,
     ) -> None:
         super().__init__()
-        self.head = TwoHotHead(features=features, units=units, layers=layers, bins=bins, out_scale=out_scale)
+        self.head = TwoHotHead(
+            features=features, units=units, layers=layers, bins=bins, limit=limit, out_scale=out_scale
+        )
         self.slow = SlowCopy(self.head)
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,12 @@ class ActionEncoder(nn.Module):
         self.out_features = action.size
         # Output i of a discrete encoding asks: is variable[i] of the action equal to choice[i]?
         pairs = [(v, c) for v, count in enumerate(action.choices) for c in range(count)]
-        self.register_buffer("variable", torch.tensor([v for v, _ in pairs], dtype=torch.int64), persistent=False)
-        self.register_buffer("choice", torch.tensor([c for _, c in pairs], dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "variable", torch.tensor([v for v, _ in pairs], dtype=torch.int64), persistent=False
+        )
+        self.register_buffer(
+            "choice", torch.tensor([c for _, c in pairs], dtype=torch.int64), persistent=False
+        )
 
     def forward(self, action: torch.Tensor) -> torch.Tensor:
         """action: (…), (…, k) integers or (…, d) floats, as stored -> (…, size) float32."""

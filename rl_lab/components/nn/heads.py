@@ -23,11 +23,12 @@ class TwoHotHead(nn.Module):
         units: int,
         layers: int,
         bins: int = 255,
+        limit: float = 20.0,
         out_scale: float = 0.0,
     ) -> None:
         super().__init__()
         self.mlp = MLP(features, units, layers, outputs=bins, out_scale=out_scale)
-        self.two_hot = TwoHot(bins)
+        self.two_hot = TwoHot(bins, limit=limit)
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:
         """feature: (…, features) -> logits (…, bins)."""

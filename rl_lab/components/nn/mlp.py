@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +20,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         widths = [inputs] + [units] * layers
-        self.linears = nn.ModuleList(Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.linears = nn.ModuleList(Linear(a, b) for a, b in itertools.pairwise(widths))
         self.norms = nn.ModuleList(RMSNorm(units) for _ in range(layers))
         self.out = Linear(widths[-1], outputs, scale=out_scale) if outputs is not None else None
         self.out_features = outputs if outputs is not None else widths[-1]

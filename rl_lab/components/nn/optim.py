@@ -7,6 +7,7 @@ foreach calls over all parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -70,15 +71,19 @@ class LaProp(torch.optim.Optimizer):
         # `go` is 1, or 0 when this update is masked; then the gradient is 0 and both decays are 1.
         go = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).to(steps[0])
         grads = self._clipped_gradients(group, params, go)
-        torch._foreach_add_(steps, go)
-        count = torch.stack(steps)  # (parameters,): a part that joins later has its own warm-up and bias correction
+        # A list: a lone 0-d tensor would be taken for a number, and read by the host.
+        torch._foreach_add_(steps, [go] * len(steps))
+        count = torch.stack(
+            steps
+        )  # (parameters,): a part that joins later has its own warm-up and bias correction
         rate = group["lr"] * go
         if group["warmup"]:
             rate = rate * ((count - 1.0) / group["warmup"]).clamp(max=1.0)
         # A parameter whose first update is masked still counts 0 steps: keep its unused corrections finite.
         count = count.clamp(min=1.0)
-        scale1 = rate / (1.0 - beta1**count)
-        scale2 = (1.0 - beta2**count).rsqrt()
+        # 1 - beta^count without the cancellation that float32 would suffer for the first counts.
+        scale1 = rate / -torch.expm1(count * math.log(beta1))
+        scale2 = (-torch.expm1(count * math.log(beta2))).rsqrt()
 
         torch._foreach_mul_(square, 1.0 - go * (1.0 - beta2))
         torch._foreach_addcmul_(square, grads, grads, value=1.0 - beta2)
@@ -99,7 +104,8 @@ class LaProp(torch.optim.Optimizer):
             grads = list(torch._foreach_div(grads, list(ratios.clamp(min=1.0).unbind())))
         if self.found_inf is not None:
             # A product with 0 would keep a NaN: it has to be chosen away.
-            grads = [torch.where(go > 0, grad, 0.0) for grad in grads]
+            masked = go == 0
+            grads = [grad.masked_fill(masked, 0.0) for grad in grads]
         return grads
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:

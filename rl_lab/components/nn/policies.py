@@ -41,8 +41,10 @@ class CategoricalPolicy:
 
     def sample(self, raw: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """noise: (…, k) uniform -> (…) or (…, k) int64."""
-        draws = zip(self._log_probs(raw / temperature), noise.unbind(-1))
-        return self._join([sample_index(log_p.exp(), u) for log_p, u in draws])
+        raw = raw if temperature == 1.0 else raw / temperature
+        parts = [raw] if self.single else raw.split(self.choices, -1)
+        draws = zip(parts, noise.unbind(-1))
+        return self._join([sample_index(unimix_probs(part, self.unimix), u) for part, u in draws])
 
     def mode(self, raw: torch.Tensor) -> torch.Tensor:
         return self._join([log_p.argmax(-1) for log_p in self._log_probs(raw)])
@@ -62,7 +64,9 @@ class CategoricalPolicy:
     def random(self, noise: torch.Tensor) -> torch.Tensor:
         """A uniformly random action from uniform noise (…, k)."""
         limits = torch.tensor(self.choices, device=noise.device)
-        action = torch.minimum((noise * limits).long(), limits - 1)  # noise × limits may round up to the limit
+        action = torch.minimum(
+            (noise * limits).long(), limits - 1
+        )  # noise × limits may round up to the limit
         return action.squeeze(-1) if self.single else action
 
 

@@ -19,10 +19,14 @@ class TwoHot(nn.Module):
     positive: torch.Tensor
     bins: torch.Tensor
 
-    def __init__(self, bins: int = 255, *, limit: float = 20.0) -> None:  # danijar/dreamerv3: 255 bins, symexp(±20)
+    def __init__(
+        self, bins: int = 255, *, limit: float = 20.0
+    ) -> None:  # danijar/dreamerv3: 255 bins, symexp(±20)
         super().__init__()
         if bins < 3 or bins % 2 == 0:
-            raise ConfigError(f"two-hot bins must be an odd number of at least 3, not {bins}: zero is the middle one")
+            raise ConfigError(
+                f"two-hot bins must be an odd number of at least 3, not {bins}: zero is the middle one"
+            )
         self.count = bins
         positive = symexp(torch.linspace(0.0, limit, (bins + 1) // 2))[1:]
         self.register_buffer("positive", positive, persistent=False)

@@ -15,6 +15,8 @@ from rl_lab.components.representation_learners.image_encoder import STAGES
 from rl_lab.components.representation_learners.observations import image_keys, image_shape
 from rl_lab.records import Spec
 
+State = Mapping[str, torch.Tensor]
+
 
 class ImageDecoder(nn.Module):
     """Gives pixels in [0, 1]; the loss is the squared error, summed over the image."""
@@ -44,10 +46,10 @@ class ImageDecoder(nn.Module):
         self.ups = nn.ModuleList(ConvUp(a, b) for a, b in zip(widths[:0:-1], widths[-2::-1]))
         self.out = Conv(widths[0], channels)
 
-    def forward(self, deter: torch.Tensor, stoch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """deter: (*batch, D), stoch: (*batch, S·C) -> name -> (*batch, C, H, W) float32 in [0, 1]."""
-        batch = deter.shape[:-1]
-        deter, stoch = deter.reshape(-1, deter.shape[-1]), stoch.reshape(-1, stoch.shape[-1])
+    def forward(self, state: State, feature: torch.Tensor) -> dict[str, torch.Tensor]:
+        """state: deter (*batch, D), stoch (*batch, S, C) -> name -> (*batch, C, H, W) float32 in [0, 1]."""
+        batch = state["deter"].shape[:-1]
+        deter, stoch = state["deter"].flatten(0, -2), state["stoch"].flatten(-2).flatten(0, -2)
         h, w = self.space
         # (N, g, h·w·c) -> (N, h, w, g·c): each block of the recurrent state paints its own channels.
         grouped = self.from_deter(deter.unflatten(-1, (self.blocks, -1)))
@@ -64,8 +66,7 @@ class ImageDecoder(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Name -> (*batch)."""
         return {
-            key: (prediction[key] - obs[key].float() / 255.0).square().sum((-3, -2, -1))
-            for key in self.keys
+            key: (prediction[key] - obs[key].float() / 255.0).square().sum((-3, -2, -1)) for key in self.keys
         }
 
     def observations(self, prediction: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +12,12 @@ from rl_lab.components.nn.conv import ConvDown
 from rl_lab.components.representation_learners.observations import image_keys, image_shape, join_images
 from rl_lab.records import Spec
 
-STAGES = (2, 3, 4, 4)  # channels of each stage, in multiples of `depth`: danijar/dreamerv3 configs.yaml `mults`
+STAGES = (
+    2,
+    3,
+    4,
+    4,
+)  # channels of each stage, in multiples of `depth`: danijar/dreamerv3 configs.yaml `mults`
 
 
 class ImageEncoder(nn.Module):
@@ -22,7 +28,7 @@ class ImageEncoder(nn.Module):
         self.keys = image_keys(spec)
         channels, _, _ = image_shape(spec, len(stages))
         widths = [channels] + [depth * multiple for multiple in stages]
-        self.blocks = nn.ModuleList(ConvDown(a, b) for a, b in zip(widths, widths[1:]))
+        self.blocks = nn.ModuleList(ConvDown(a, b) for a, b in itertools.pairwise(widths))
         self.embed_dim = image_embed_dim(spec, depth, stages)
 
     def forward(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:

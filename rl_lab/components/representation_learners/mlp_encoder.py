@@ -28,7 +28,9 @@ class MLPEncoder(nn.Module):
         if width == 0:
             raise ConfigError(f"{spec.name} has no vector observation: use the `dict` encoder for images")
         if input_dim is not None and input_dim != width:
-            raise ConfigError(f"the encoder's input_dim is {input_dim}, but {spec.name} gives vectors of width {width}")
+            raise ConfigError(
+                f"the encoder's input_dim is {input_dim}, but {spec.name} gives vectors of width {width}"
+            )
         self.mlp = MLP(width, units, layers)
         self.embed_dim = units
 

@@ -33,7 +33,9 @@ def image_shape(spec: Spec, stages: int) -> tuple[int, int, int]:
     shapes = {key: spec.observations[key].shape for key in image_keys(spec)}
     sizes = {shape[1:] for shape in shapes.values()}
     if len(sizes) != 1:
-        raise ConfigError(f"images are stacked by channel, so they need one size, not {shapes}: resize them alike")
+        raise ConfigError(
+            f"images are stacked by channel, so they need one size, not {shapes}: resize them alike"
+        )
     height, width = sizes.pop()
     factor = 2**stages
     if height % factor or width % factor:

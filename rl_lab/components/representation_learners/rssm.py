@@ -98,12 +98,13 @@ class RSSM(nn.Module):
         actions = self.action_in(self.action_encoder(action) * keep)
         from_deter, from_embed = self.posterior_in.weight.split([self.deter, self.embed_dim], 1)
         embeds = F.linear(embed, from_embed, self.posterior_in.bias)
+        from_deter = from_deter.t()
 
         deter, stoch = state["deter"], state["stoch"].flatten(-2)
         deters, stochs, probs = [], [], []
         for keep_t, action_t, embed_t, noise_t in zip(*(x.unbind(1) for x in (keep, actions, embeds, noise))):
             deter = self._advance(deter * keep_t, stoch * keep_t, action_t)
-            x = F.silu(self.posterior_norm(F.linear(deter, from_deter) + embed_t))
+            x = F.silu(self.posterior_norm(torch.addmm(embed_t, deter, from_deter)))
             probs_t = unimix_probs(self._group(self.posterior_out(x)), self.unimix)
             sample = straight_through(probs_t, noise_t)
             stoch = sample.flatten(-2)

@@ -33,11 +33,9 @@ class TDLambdaReturns:
         *,
         last: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        reward, cont, follow = reward[:, 1:], cont[:, 1:], self.lam
-        if last is not None:
-            follow = self.lam * (~last[:, 1:]).float()
+        reward, cont = reward[:, 1:], cont[:, 1:]
         # All that does not recur, at once; one multiply-add per step remains.
-        gain = cont * follow
+        gain = cont * self.lam if last is None else cont * self.lam * (~last[:, 1:])
         base = reward + (cont - gain) * value[:, 1:]
         result = value[:, -1]
         results = []

@@ -1,0 +1,164 @@
+"""Stored data to train on: episodes in files, or the replay of another run. Its rows never change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rl_lab.buffers.columns import as_rows
+from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
+from rl_lab.buffers.replay import Array, ReplayBuffer
+from rl_lab.buffers.run_rows import RunRows
+from rl_lab.buffers.samplers import Sampler, SamplerFactory
+from rl_lab.errors import CheckpointError, ConfigError, LabError
+from rl_lab.records import ArraySpec, BatchSpec, Spec
+
+
+class Source(Protocol):
+    """Where rows come from: N streams of `length` rows each."""
+
+    num_streams: int
+    fingerprint: str  # of the content: a resumed run must find the same data
+
+    @property
+    def length(self) -> int: ...
+
+    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Position and rows, name -> (N, count, …). A column that is in no piece stays zero."""
+
+    def notes(self) -> list[str]: ...
+
+
+def open_source(path: Path, spec: Spec, buffer: str) -> Source:
+    """The data at a path: a run folder, one of its checkpoints, a folder of episode files, or one such file."""
+    if not path.exists():
+        raise ConfigError(
+            f"there is no data at {path}: give a run folder, or a folder of .npz or .pt episode files"
+        )
+    if path.is_file():
+        manifest = path.parent / f"{path.name.split('.')[0]}.json"
+        if manifest.exists() or path.name == "last.pt":
+            return RunRows(path, spec, buffer)
+        if path.suffix not in SUFFIXES:
+            raise ConfigError(f"{path} is no episode file: those end in {' or '.join(SUFFIXES)}")
+        return EpisodeFiles([path], spec)
+    if (path / "checkpoints").is_dir() or any(path.glob("step_*.json")):
+        return RunRows(path, spec, buffer)
+    files = [file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith(".")]
+    if not files:
+        raise ConfigError(f"{path} is neither a run folder nor a folder of .npz or .pt episode files")
+    return EpisodeFiles(files, spec)
+
+
+class OfflineBuffer(ReplayBuffer):
+    """Stored data, sampled like replay. Only the mutable columns (latents) and added ones are ever written.
+
+    path:     a run folder (or a checkpoint in it), a folder of episode files, or one such file
+    spec:     of the environment that the data must fit
+    buffer:   which buffer of that run
+    device, storage, folder, mutable, samplers, chunk_rows: see ReplayBuffer
+    """
+
+    read_only = True
+
+    def __init__(
+        self,
+        columns: Mapping[str, ArraySpec],
+        *,
+        path: Path | str,
+        spec: Spec,
+        buffer: str = "replay",
+        device: torch.device | str = "cpu",
+        storage: str = "auto",
+        folder: Path | str | None = None,
+        mutable: Sequence[str] = (),
+        samplers: Mapping[str, SamplerFactory] | None = None,
+        chunk_rows: int = 1024,
+    ) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self.source = open_source(self.path, spec, buffer)
+        streams, length = self.source.num_streams, self.source.length
+        super().__init__(
+            columns,
+            capacity=streams * length,
+            num_streams=streams,
+            device=device,
+            storage=storage,
+            folder=folder,
+            mutable=mutable,
+            samplers=samplers,
+            chunk_rows=chunk_rows,
+        )
+        for position, rows in self.source.pieces(dict(columns)):
+            for name, value in rows.items():
+                tensor = as_rows(name, value, columns[name], (streams, value.shape[1]))
+                self._columns.write(name, position, tensor)
+        self._rebuild_ring(length)
+
+    def describe(self) -> str:
+        """What the data is, in a line."""
+        reward, is_first, terminated, truncated = (
+            self._columns.read(name, 0, self.total_rows).cpu().numpy()
+            for name in ("reward", "is_first", "terminated", "truncated")
+        )
+        returns = episode_returns(reward, is_first, terminated | truncated)
+        gained = "no whole episode"
+        if len(returns):
+            gained = f"return mean {returns.mean():.4g}, min {returns.min():.4g}, max {returns.max():.4g}"
+        notes = "".join(f"; {note}" for note in self.source.notes())
+        return (
+            f"{self.path}: {len(returns):,} episodes, {int((~is_first).sum()):,} steps, {gained}; "
+            f"{self.nbytes / 1e6:,.2f} MB, {self._columns.place(self.device)}{notes}"
+        )
+
+    def add(self, rows: Mapping[str, Array]) -> None:
+        raise LabError(
+            f"the data of {self.path} is read-only: collected rows need a buffer of their own, named first in the "
+            "phase's `buffer` (such as {replay: 0.5, offline: 0.5})"
+        )
+
+    def checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Save what was written back; of the data itself only where it is and its fingerprint."""
+        entry = super().checkpoint(folder)
+        entry["meta"]["source"] = {"path": str(self.path), "fingerprint": self.source.fingerprint}
+        return entry
+
+    def restore(self, folder: Path, entry: Mapping[str, Any]) -> None:
+        """Take back what was written back; CheckpointError when the data has changed since."""
+        saved = entry["meta"].get("source", {})
+        if saved.get("fingerprint") != self.source.fingerprint:
+            raise CheckpointError(
+                f"the data at {self.path} is not what this run was training on (from {saved.get('path')}): bring that "
+                "data back, or start a new run"
+            )
+        super().restore(folder, entry)
+
+    def _layout(self) -> dict[str, Any]:
+        """Without the columns that never change: their rows are in the source."""
+        layout = super()._layout()
+        written = [*layout["mutable"], *layout["added"]]
+        return {**layout, "columns": {name: layout["columns"][name] for name in written}}
+
+    def _sampler(self, spec: BatchSpec) -> Sampler:
+        if spec.rows > self.ring.capacity:
+            raise ConfigError(
+                f"sequences of {spec.rows} rows cannot be cut from {self.path}, which has {self.num_streams} × "
+                f"{self.ring.capacity}: use more data or shorter sequences"
+            )
+        return super()._sampler(spec)
+
+
+def episode_returns(reward: np.ndarray, is_first: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Returns of the whole episodes in streams of rows, each (N, T). One that is cut off at either side has none."""
+    returns: list[np.ndarray] = []
+    for stream in range(len(reward)):
+        starts = np.flatnonzero(is_first[stream])
+        if len(starts):
+            last = np.append(starts[1:], reward.shape[1]) - 1
+            sums = np.add.reduceat(reward[stream].astype(np.float64), starts)
+            returns.append(sums[ended[stream, last]])
+    return np.concatenate(returns) if returns else np.zeros(0)

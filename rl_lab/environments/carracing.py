@@ -1,0 +1,73 @@
+"""Suite `carracing`: Gymnasium's CarRacing-v3, a car on a random track seen from above
+
+    carracing/continuous    steering, gas, brake
+    carracing/discrete      do nothing, left, right, gas, brake
+
+The frame is 96×96 RGB; `crop` leaves out the 12 rows of instruments, as World Models does (Ha and Schmidhuber 2018,
+who scale the rest to 64×64 and let an episode have 1,000 frames).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rl_lab.errors import ConfigError, MissingPackageError, closest
+
+EXTRA = "box2d"
+TASKS = ("continuous", "discrete")
+INSTRUMENTS = 12  # rows at the bottom of the frame
+
+
+def tasks() -> list[str]:
+    return list(TASKS)
+
+
+def resolve(task: str) -> str:
+    if task not in TASKS:
+        raise ConfigError(f"no task 'carracing/{task}'.{closest(task, TASKS)}")
+    return task
+
+
+def make(
+    task: str,
+    *,
+    render: bool = False,
+    crop: bool = False,
+    lap_complete_percent: float = 0.95,
+    domain_randomize: bool = False,
+) -> gymnasium.Env:
+    try:
+        env = gymnasium.make(
+            "CarRacing-v3",
+            continuous=task == "continuous",
+            lap_complete_percent=lap_complete_percent,
+            domain_randomize=domain_randomize,
+            render_mode="rgb_array" if render else None,
+            disable_env_checker=True,
+        )
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise MissingPackageError(
+            f'carracing/{task} needs Box2D and pygame: pip install "rl-lab[{EXTRA}]"'
+        ) from error
+    return Crop(env) if crop else env
+
+
+class Crop(gymnasium.ObservationWrapper):
+    """The frame without its instruments."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        assert env.observation_space.shape is not None
+        height, width, channels = env.observation_space.shape
+        self.observation_space = spaces.Box(0, 255, (height - INSTRUMENTS, width, channels), np.uint8)
+
+    def observation(self, observation: Any) -> np.ndarray:
+        return observation[:-INSTRUMENTS]
+
+
+def step_seconds(task: str) -> float:
+    return 8e-3

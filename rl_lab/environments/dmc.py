@@ -1,0 +1,203 @@
+"""Suite `dmc`: DeepMind Control, from numbers (proprio), pictures (vision) or both
+
+    dmc/walker_walk, dmc/cup_catch, …      observe: proprio | vision | both
+
+Defaults follow DreamerV3's presets `dmc_proprio` and `dmc_vision` (danijar/dreamerv3, embodied/envs/dmc.py):
+action repeat 1, 64×64, camera 0 (quadruped: 2).
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rl_lab.errors import ConfigError, LabError, closest
+
+EXTRA = "dmc"
+HANDLES = frozenset({"size", "action_repeat", "time_limit"})
+OBSERVE = ("proprio", "vision", "both")
+CAMERAS = {"quadruped": 2}
+RENDER_SIZE = (256, 256)
+
+# dm_control.suite.BENCHMARKING and a few that papers add, so that names are known without the package.
+TASKS = (
+    "acrobot_swingup acrobot_swingup_sparse ball_in_cup_catch cartpole_balance cartpole_balance_sparse "
+    "cartpole_swingup cartpole_swingup_sparse cartpole_three_poles cartpole_two_poles cheetah_run dog_fetch dog_run "
+    "dog_stand dog_trot dog_walk finger_spin finger_turn_easy finger_turn_hard fish_swim fish_upright hopper_hop "
+    "hopper_stand humanoid_CMU_run humanoid_CMU_stand humanoid_CMU_walk humanoid_run humanoid_run_pure_state "
+    "humanoid_stand humanoid_walk manipulator_bring_ball manipulator_bring_peg manipulator_insert_ball "
+    "manipulator_insert_peg pendulum_swingup point_mass_easy point_mass_hard quadruped_escape quadruped_fetch "
+    "quadruped_run quadruped_walk reacher_easy reacher_hard stacker_stack_2 stacker_stack_4 swimmer_swimmer15 "
+    "swimmer_swimmer6 walker_run walker_stand walker_walk"
+).split()
+
+
+def tasks() -> list[str]:
+    return list(TASKS)
+
+
+def resolve(task: str) -> tuple[str, str]:
+    """(domain, task) of a name such as walker_walk; `cup_…` is short for `ball_in_cup_…`."""
+    name = task.replace("/", "_").replace("-", "_")
+    name = f"ball_in_{name}" if name.startswith("cup_") else name
+    if name not in TASKS:
+        raise ConfigError(f"no task 'dmc/{task}'.{closest(name, TASKS)}")
+    for domain in ("ball_in_cup", "humanoid_CMU", "point_mass"):
+        if name.startswith(domain + "_"):
+            return domain, name.removeprefix(domain + "_")
+    domain, _, rest = name.partition("_")
+    return domain, rest
+
+
+def choose_renderer(needed: bool) -> str:
+    """Settle MUJOCO_GL before dm_control reads it, which it does once: EGL, else OSMesa, else none.
+
+    A choice that the user made stays. LabError when frames are `needed` and nothing can draw them.
+    """
+    chosen = os.environ.get("MUJOCO_GL", "").lower()
+    if not chosen and "dm_control._render" not in sys.modules:
+        if ctypes.util.find_library("EGL"):
+            chosen = "egl"
+        elif ctypes.util.find_library("OSMesa"):
+            chosen = "osmesa"
+        elif sys.platform.startswith("linux") and not os.environ.get("DISPLAY"):
+            chosen = "disable"
+        if chosen:
+            os.environ["MUJOCO_GL"] = chosen
+    if needed and chosen in ("disable", "off", "false", "0"):
+        raise LabError(
+            "MuJoCo has nothing to draw frames with: install EGL (apt install libegl1 libgl1-mesa-dri, or a GPU's "
+            "driver) or OSMesa (apt install libosmesa6) and unset MUJOCO_GL, or use observe=proprio"
+        )
+    return chosen
+
+
+def make(
+    task: tuple[str, str],
+    *,
+    render: bool = False,
+    size: tuple[int, int] | None = None,
+    action_repeat: int | None = None,
+    time_limit: int | None = None,
+    observe: str = "proprio",
+    camera: int | str | None = None,
+    fast_render: bool = False,
+) -> gymnasium.Env:
+    """`fast_render` leaves out shadows, reflections and multisampling: 6× faster in software, other pictures."""
+    if observe not in OBSERVE:
+        raise ConfigError(f"observe={observe!r}:{closest(str(observe), OBSERVE)}")
+    choose_renderer(needed=render or observe != "proprio")
+    return ControlEnv(
+        *task,
+        observe=observe,
+        size=size or (64, 64),
+        action_repeat=action_repeat or 1,
+        time_limit=time_limit,
+        camera=CAMERAS.get(task[0], 0) if camera is None else camera,
+        fast_render=fast_render,
+        render_mode="rgb_array" if render else None,
+    )
+
+
+class ControlEnv(gymnasium.Env):
+    """A dm_control task. One decision is `action_repeat` control steps; only the last is drawn."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (Gymnasium's form)
+
+    def __init__(
+        self,
+        domain: str,
+        task: str,
+        *,
+        observe: str,
+        size: tuple[int, int],
+        action_repeat: int,
+        time_limit: int | None,
+        camera: int | str,
+        fast_render: bool,
+        render_mode: str | None,
+    ) -> None:
+        from dm_control import suite
+
+        # The suite counts seconds; a limit in decisions replaces its own (mostly 1,000 control steps).
+        arguments: dict[str, Any] = {"random": 0}
+        if time_limit is not None:
+            arguments["time_limit"] = float("inf")
+        self._env = suite.load(domain, task, task_kwargs=arguments)
+        self.time_limit = time_limit
+        self.action_repeat = action_repeat
+        self.observe = observe
+        self.size = size
+        self.camera = camera
+        self.render_mode = render_mode
+        self._elapsed = 0
+        self._flags: dict[str, bool] = {}
+        if fast_render:
+            self._flags = {"shadow": False, "reflection": False}
+            visual = self._env.physics.model.vis
+            visual.quality.offsamples = 0
+            visual.quality.shadowsize = 0
+            height, width = RENDER_SIZE if render_mode else size
+            visual.global_.offheight, visual.global_.offwidth = max(height, size[0]), max(width, size[1])
+        action = self._env.action_spec()
+        low, high = (np.broadcast_to(bound, action.shape) for bound in (action.minimum, action.maximum))
+        self.action_space = spaces.Box(low.astype(np.float32), high.astype(np.float32), dtype=np.float32)
+        parts: dict[str, spaces.Space] = {}
+        if observe != "vision":
+            for name, array in self._env.observation_spec().items():
+                parts[name] = spaces.Box(-np.inf, np.inf, array.shape or (1,), np.float32)
+        if observe != "proprio":
+            parts["image"] = spaces.Box(0, 255, (*size, 3), np.uint8)
+        self.observation_space = spaces.Dict(parts)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self._env.task.random.seed(seed)
+        self._elapsed = 0
+        return self._observe(self._env.reset()), {}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        reward = 0.0
+        for _ in range(self.action_repeat):
+            result = self._env.step(action)
+            reward += result.reward or 0.0
+            if result.last():
+                break
+        self._elapsed += 1
+        terminated = result.last() and result.discount == 0.0
+        truncated = result.last() or (self.time_limit is not None and self._elapsed >= self.time_limit)
+        return self._observe(result), reward, terminated, truncated and not terminated, {}
+
+    def render(self) -> np.ndarray:
+        """(256, 256, 3) uint8 from the same camera as the observation."""
+        return self._draw(RENDER_SIZE)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _observe(self, result: Any) -> dict[str, Any]:
+        obs: dict[str, Any] = {}
+        if self.observe != "vision":
+            for name, value in result.observation.items():
+                obs[name] = np.asarray(value, np.float32).reshape(self.observation_space[name].shape)
+        if self.observe != "proprio":
+            obs["image"] = self._draw(self.size)
+        return obs
+
+    def _draw(self, size: tuple[int, int]) -> np.ndarray:
+        return self._env.physics.render(
+            *size, camera_id=self.camera, render_flag_overrides=self._flags or None
+        )
+
+
+def step_seconds(task: tuple[str, str]) -> float | None:
+    return 200e-6 if task[0] in ("cartpole", "pendulum", "reacher", "point_mass", "walker") else None

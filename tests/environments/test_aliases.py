@@ -1,0 +1,57 @@
+import pytest
+
+from rl_lab.environments import env_config_options, make_env
+from rl_lab.environments.aliases import canonical, with_suite
+from rl_lab.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("atari_pong", "atari/pong"),
+        ("atari_space_invaders", "atari/space_invaders"),
+        ("atari100k_ms_pacman", "atari100k/ms_pacman"),
+        ("dmc_walker_walk", "dmc/walker_walk"),
+        ("dmc_cup_catch", "dmc/cup_catch"),
+        ("crafter_reward", "crafter/reward"),
+        ("CrafterNoReward-v1", "crafter/noreward"),
+        ("BreakoutNoFrameskip-v4", "atari100k/Breakout"),
+        ("memmaze_9x9", "memory_maze/9x9"),
+        ("MemoryMaze-15x15-v0", "memory_maze/15x15"),
+        ("MiniGrid-Empty-5x5-v0", "minigrid/MiniGrid-Empty-5x5-v0"),
+        ("popgym-CountRecallEasy-v0", "popgym/CountRecallEasy"),
+        ("carracing", "carracing/continuous"),
+        # no aliases
+        ("CartPole-v1", "CartPole-v1"),
+        ("my_module:atari_pong", "my_module:atari_pong"),
+        ("atari/pong", "atari/pong"),
+        ("atari", "atari"),
+    ],
+)
+def test_other_projects_names(name, task):
+    assert canonical(name) == task
+
+
+def test_a_suites_file_needs_only_the_task():
+    assert with_suite("pong", "atari100k") == "atari100k/pong"
+    assert with_suite("atari/pong", "atari100k") == "atari/pong"
+    assert with_suite("dmc_walker_walk", "dmc") == "dmc/walker_walk"
+    assert with_suite("my_module:Env", "dmc") == "my_module:Env"
+    assert with_suite("CartPole-v1", None) == "CartPole-v1"
+    node = {"suite": "dummy", "task": "discrete", "num_envs": 2, "eval": {"task": "dict"}}
+    assert env_config_options(node) == {"task": "dummy/discrete", "num_envs": 2}
+    assert env_config_options(node, evaluation=True)["task"] == "dummy/dict"
+    with make_env(**env_config_options(node), workers=0) as env:
+        assert env.spec.name == "dummy/discrete"
+
+
+def test_the_command_lines_two_forms_are_one():
+    from rl_lab.compose import compose_config
+
+    short = compose_config(["environment=atari100k", "environment.task=boxing"]).environment
+    long = compose_config(["environment=atari100k", "environment.task=atari100k/boxing"]).environment
+    assert env_config_options(short) == env_config_options(long)
+    other = compose_config(["environment=gym", "environment.task=atari_boxing"]).environment
+    assert env_config_options(other)["action_repeat"] is None  # the suite's own four frames, not one
+    with pytest.raises(ConfigError, match="no environment 'boxing'"):
+        make_env("boxing")

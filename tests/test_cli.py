@@ -1,0 +1,178 @@
+"""The command line as people type it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import rl_lab
+from rl_lab.cli import main
+from rl_lab.errors import LabError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """One tiny trained run that the tests below look at."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = [
+        "train",
+        "+experiment=dreamer_cartpole",
+        "debug=tiny",
+        f"run_dir={folder}",
+        "logging.progress=off",
+    ]
+    assert main(words) == 0
+    return folder
+
+
+def test_the_run_folder_has_its_rooms(run: Path):
+    for name in (
+        "config.yaml",
+        "config/spec.json",
+        "code.txt",
+        "metrics.jsonl",
+        "checkpoints/last.pt",
+        "media/episodes/train",
+        "media/episodes/test",
+        "media/episodes/imagination",
+        "media/reconstructions",
+        "media/recordings",
+        "tensorboard",
+        "scripts/play.sh",
+        "scripts/resume.sh",
+        "scripts/eval.py",
+    ):
+        assert (run / name).exists(), name
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all({"step", "frames", "updates"} <= set(line) for line in lines)
+    prefixes = {key.split("/")[0] for line in lines for key in line if "/" in key}
+    assert {"collect", "train", "controller", "eval", "time", "workflow"} <= prefixes
+
+
+def test_tiny_takes_seconds(tmp_path: Path):
+    """The bar is 20 s on an idle machine for the whole command; tests share theirs with another worker."""
+    command = [sys.executable, "-m", "rl_lab", "train", "+experiment=dreamer_cartpole", "debug=tiny"]
+    start = time.perf_counter()
+    result = subprocess.run([*command, f"run_dir={tmp_path / 'run'}"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert time.perf_counter() - start < 40
+    assert "done: " in result.stdout
+
+
+def test_eval_gives_the_same_json_twice(run: Path, tmp_path: Path, capsys):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        assert main(["eval", str(run), "--episodes", "4", "--seed", "3", "--json", str(file)]) == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    result = json.loads(files[0].read_text())
+    assert len(result["returns"]) == 4
+    assert result["return_mean"] == pytest.approx(np.mean(result["returns"]))
+    assert "over 4 episodes" in capsys.readouterr().out
+
+
+def test_eval_shim_and_best_checkpoint(run: Path):
+    command = [sys.executable, "scripts/eval.py", "--episodes", "2", "--checkpoint", "best"]
+    result = subprocess.run(command, cwd=run, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_report_and_list_and_doctor(run: Path, capsys):
+    assert main(["report", str(run)]) == 0
+    assert (run / "report" / "index.html").stat().st_size > 10_000
+    assert main(["list", "experiments"]) == 0
+    assert "dreamer_cartpole" in capsys.readouterr().out
+    assert main(["doctor"]) == 0
+
+
+def test_cfg_job_prints_dims(capsys):
+    assert main(["train", "+experiment=dreamer_cartpole", "--cfg", "job", "--package", "_global_"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["_dims"] == {"action": 2, "observation": 4}
+    assert main(["train", "--cfg", "job", "--resolve", "--package", "algorithm"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["batch_size"] == 16
+
+
+def test_resume_says_what_differs_and_refuses_what_may_not(run: Path, capsys):
+    assert main(["resume", str(run), "training.total_timesteps=210", "logging.progress=plain"]) == 0
+    assert "training.total_timesteps: 200 -> 210" in capsys.readouterr().out
+    assert main(["resume", str(run), "algorithm.batch_size=3"]) == 1
+    assert "cannot become 3 on resume" in capsys.readouterr().err
+    assert main(["resume", str(run), "algorithm.batch_sise=3"]) == 1
+    assert main(["resume", str(run.parent / "nowhere")]) == 1
+
+
+def test_errors_are_one_message(capsys, tmp_path: Path):
+    for words, expected in (
+        (["trian"], "Did you mean 'train'"),
+        (["train", "experiment=dreamer_cartpol"], "dreamer_cartpole"),
+        (["train", "debug=tiny", "experiment.device=cuda:7"], "CUDA devices"),
+        (["train", "debug=tiny", "environment.task=CartPole-v7"], "CartPole"),
+        (["train", "debug=tiny", "components/encoder=mlp", "environment=dummy_dict"], "encoder"),
+        (["train", "debug=tiny", "training.phases=[{name: x, workflow_hooks: [colect]}]"], "collect"),
+        (["train", "debug=tiny", "training.precision=float8"], "float32"),
+        (["play"], "not in this version"),
+        (["bench", "nothing"], "nothing"),
+        (["report", str(tmp_path)], "run"),
+    ):
+        assert main([*words]) == 1, words
+        captured = capsys.readouterr()
+        assert expected in captured.err, (words, captured.err)
+        assert "Traceback" not in captured.err
+
+
+def test_multirun_makes_a_run_each(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "rl_lab", "train", "-m", "+experiment=random_cartpole", "debug=tiny"]
+    result = subprocess.run(
+        [*command, "experiment.seed=0,1", "hydra.sweep.dir=sweep", "logging.progress=off"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.parent.name for path in tmp_path.glob("sweep/*/config.yaml")) == ["0", "1"]
+    seeds = {
+        yaml.safe_load(path.read_text())["experiment"]["seed"]
+        for path in tmp_path.glob("sweep/*/config.yaml")
+    }
+    assert seeds == {0, 1}
+
+
+def test_scripts_of_the_checkout(tmp_path: Path):
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "train.py"),
+        "+experiment=random_cartpole",
+        "debug=tiny",
+    ]
+    result = subprocess.run(
+        [*command, f"run_dir={tmp_path / 'run'}"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_loaded_agent_acts_without_environments(run: Path):
+    agent = rl_lab.load_agent(run)
+    action = agent.act(np.zeros(4, dtype=np.float32))
+    assert int(action) in (0, 1)
+    assert agent.act(np.zeros((4,), dtype=np.float32), is_first=True) == action
+    agent.reset()
+    assert agent.act(np.zeros((3, 4), dtype=np.float32)).shape == (3,)
+    with pytest.raises(LabError, match="shape"):
+        agent.act(np.zeros(5, dtype=np.float32))
+
+
+def test_a_second_process_is_kept_out(run: Path, capsys):
+    from rl_lab.utils.files import RunLock
+
+    with RunLock(run):
+        assert main(["resume", str(run), "training.total_timesteps=220"]) == 1
+    assert "error" in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""Every shipped experiment composes, builds, and does a dry run of seconds; and its config says where it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rl_lab
+from rl_lab.compose import CONFIG_FOLDER, compose_config, known_choices
+from rl_lab.environments.make import suites
+from rl_lab.errors import MissingPackageError
+
+EXPERIMENTS = known_choices("experiment")
+QUIET = ["logging.progress=off", "logging.tensorboard=false"]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs_dry(name: str, tmp_path: Path):
+    words = [f"experiment={name}", "debug=tiny", *QUIET, f"run_dir={tmp_path / 'run'}"]
+    config = compose_config(words)
+    assert config.experiment.name == name
+    try:
+        run = rl_lab.train(None, words)
+    except MissingPackageError as error:
+        pytest.skip(f"not run: {error}")
+    assert run.counters["env_steps"] >= config.training.total_timesteps
+    assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
+
+
+@pytest.mark.parametrize("name", known_choices("size"))
+def test_every_size_states_what_the_networks_read(name: str):
+    size = compose_config([f"size={name}"]).algorithm.size
+    assert set(size) == {"deter", "hidden", "stoch", "classes", "blocks", "depth", "units", "bins"}
+    assert size.deter % size.blocks == 0
+
+
+def test_every_yaml_is_shipped_and_says_what_it_is():
+    for file in CONFIG_FOLDER.rglob("*.yaml"):
+        first = [line for line in file.read_text().splitlines() if not line.startswith("# @package")][0]
+        assert first.startswith("# "), f"{file} should begin with a line that `rl-lab list` can show"
+
+
+def test_suites_are_listed():
+    assert {"gym", "dummy"} <= set(suites())

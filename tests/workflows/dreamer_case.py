@@ -1,0 +1,157 @@
+"""A small Dreamer built from the shipped configs, and batches for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from rl_lab.build import build_optimizers, build_parts
+from rl_lab.compose import CONFIG_FOLDER, register_resolvers
+from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
+from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.dreamer import DreamerWorkflow
+
+DISCRETE = ActionSpec("discrete", (), (3,))
+MULTI = ActionSpec("multi_discrete", (2,), (2, 3))
+CONTINUOUS = ActionSpec("continuous", (2,), low=(-1.0, -1.0), high=(1.0, 1.0))
+TINY = {
+    "deter": 16,
+    "hidden": 8,
+    "stoch": 3,
+    "classes": 4,
+    "blocks": 2,
+    "depth": 2,
+    "units": 8,
+    "bins": 41,
+    "bin_limit": 20.0,
+}
+PARTS = ("encoder", "rssm", "decoder", "reward_head", "continue_head", "actor", "critic")
+
+
+def vector_spec(action: ActionSpec = DISCRETE) -> Spec:
+    return Spec("vector", {"vector": ArraySpec((4,), "float32")}, action)
+
+
+def image_spec(size: int = 16, action: ActionSpec = DISCRETE) -> Spec:
+    return Spec("image", {"image": ArraySpec((3, size, size), "uint8")}, action)
+
+
+def dreamer_config(**changes: Any) -> DictConfig:
+    """The shipped parts with tiny sizes; `changes` are dotted paths with __ for the dot."""
+    register_resolvers()
+
+    def load(path: str) -> Any:
+        return OmegaConf.load(CONFIG_FOLDER / f"{path}.yaml")
+
+    config = OmegaConf.create(
+        {
+            "experiment": {"seed": 0},
+            "training": {"precision": "float32"},
+            "algorithm": load("algorithm/dreamer"),
+            "components": {
+                "encoder": load("components/encoder/dict"),
+                "rssm": load("components/representation_learner/rssm"),
+                "decoder": load("components/decoder/dict"),
+                "reward_head": load("components/head/reward"),
+                "continue_head": load("components/head/continue"),
+                "return_computer": load("components/return_computer/td_lambda"),
+            },
+            "controllers": {
+                "actor": load("controller/dreamer_actor"),
+                "critic": load("controller/dreamer_critic"),
+            },
+            "optimizers": load("optimizers/dreamer"),
+        }
+    )
+    config.algorithm.size = dict(TINY)
+    config.algorithm.update(
+        {"batch_size": 2, "batch_length": 5, "imagination_horizon": 3, "learning_rate": 1e-2}
+    )
+    config.optimizers.model.warmup = 0
+    for path, value in changes.items():
+        OmegaConf.update(config, path.replace("__", "."), value, merge=False, force_add=True)
+    OmegaConf.resolve(config)
+    return config
+
+
+def make_dreamer(spec: Spec | None = None, **changes: Any) -> DreamerWorkflow:
+    """Everything that acts or learns; no collector, buffers, environments or logger."""
+    spec = spec or vector_spec()
+    config = dreamer_config(**changes)
+    components, controllers = build_parts(config, spec, torch.device("cpu"))
+    context = WorkflowContext(
+        config=config,
+        device=torch.device("cpu"),
+        spec=spec,
+        components=components,
+        controller_manager=controllers,
+        optimizers=build_optimizers(config, components, controllers),
+    )
+    workflow = DreamerWorkflow()
+    workflow.attach(context)
+    workflow.initialize(context)
+    return workflow
+
+
+def make_batch(
+    workflow: DreamerWorkflow, *, size: int | None = None, rows: int | None = None, seed: int = 0
+) -> Batch:
+    """Random rows with a few episode ends, as replay would give them."""
+    spec, settings = workflow.spec, workflow.settings
+    size = size or settings.batch_size
+    rows = rows or settings.batch_length + settings.replay_context
+    generator = torch.Generator().manual_seed(seed)
+    columns: dict[str, torch.Tensor] = {}
+    for key, item in spec.observations.items():
+        shape = (size, rows, *item.shape)
+        if item.dtype == "uint8":
+            columns[f"obs/{key}"] = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
+        else:
+            columns[f"obs/{key}"] = torch.randn(shape, generator=generator)
+    if spec.action.kind == "continuous":
+        columns["action"] = torch.rand(size, rows, *spec.action.shape, generator=generator) * 2 - 1
+    elif spec.action.kind == "discrete":
+        columns["action"] = torch.randint(spec.action.choices[0], (size, rows), generator=generator)
+    else:
+        parts = [torch.randint(n, (size, rows), generator=generator) for n in spec.action.choices]
+        columns["action"] = torch.stack(parts, -1)
+    columns["reward"] = torch.randn(size, rows, generator=generator)
+    for flag in ("terminated", "truncated", "is_first"):
+        columns[flag] = torch.rand(size, rows, generator=generator) < 0.1
+    if settings.replay_context:
+        rssm = workflow.rssm
+        columns["deter"] = torch.randn(size, rows, rssm.deter, generator=generator).to(torch.bfloat16)
+        columns["stoch"] = torch.randint(rssm.classes, (size, rows, rssm.stoch), generator=generator).to(
+            torch.uint8
+        )
+    return Batch(columns)
+
+
+def run_hook(
+    workflow: DreamerWorkflow, name: str, batch: Batch | None = None, *, seed: int = 0, phase: Any = None
+) -> Any:
+    """One call of a hook, with scalars and noise as the loop would give them."""
+    hook = workflow.hooks()[name]
+    generator = torch.Generator().manual_seed(seed)
+    noise = {
+        key: (torch.rand if item.kind == "uniform" else torch.randn)(item.shape, generator=generator)
+        for key, item in hook.noise.items()
+    }
+    scalars = {key: torch.tensor(value) for key, value in hook.scalars(phase or {}, {}).items()}
+    return hook.step(batch if batch is not None else make_batch(workflow), scalars, noise)
+
+
+def weights(workflow: DreamerWorkflow) -> dict[str, dict[str, torch.Tensor]]:
+    """A copy of every part's state."""
+    return {
+        name: {key: value.clone() for key, value in getattr(workflow, name).state_dict().items()}
+        for name in PARTS
+    }
+
+
+def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    return {
+        name for name in before if any(not torch.equal(before[name][k], after[name][k]) for k in before[name])
+    }
