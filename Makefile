@@ -26,8 +26,8 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 # The pictures that the documentation shows, made anew.
-docs: $(VENV)/.demo
-	$(BIN)/python docs/make_pictures.py
+docs: $(VENV)/.dev
+	$(BIN)/python docs/make_env_pictures.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -43,9 +43,13 @@ TASKS: dict[str, dict[str, Any]] = {
 def run(argv: list[str]) -> list[dict[str, Any]]:
     """Rows per task: steps/s of ours (1 worker, N workers, chosen) and of Gymnasium's, their ratio, bytes a step."""
     parser = argparse.ArgumentParser(prog="rl-lab bench env", description=__doc__)
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="suite/task; default: one or two a suite")
+    parser.add_argument(
+        "--tasks", nargs="+", default=list(TASKS), help="suite/task; default: one or two a suite"
+    )
     parser.add_argument("--num-envs", type=int, default=8)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="N; default: one for each core")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="N; default: one for each core"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each; the median is reported")
     parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
     options = parser.parse_args(argv)
@@ -63,10 +67,11 @@ def measure(task: str, num_envs: int, workers: int, rounds: int, seconds: float)
     settings = TASKS.get(task, {})
     contenders: dict[str, Any] = {}
     try:
+        # First: its processes are forks of this one, and must not hold the ends of our workers' pipes.
+        contenders["gymnasium"] = gymnasium.vector.AsyncVectorEnv([plain_environment(task)] * num_envs)
         for name, count in (("1_worker", 1), (f"{workers}_workers", workers), ("chosen", None)):
             contenders[name] = make_env(task, num_envs, workers=count, copy=False, **settings)
         spec = contenders["chosen"].spec
-        contenders["gymnasium"] = gymnasium.vector.AsyncVectorEnv([plain_environment(task)] * num_envs)
         actions = {name: _actions(env) for name, env in contenders.items()}
         for env in contenders.values():
             env.reset(seed=0)

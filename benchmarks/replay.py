@@ -8,17 +8,15 @@ each time (the blocks together are as large as the replay, far beyond any cache)
 fixed place. Sampling includes the draw and every column, not only images. TorchRL allocates its result, as it does
 in use. On CUDA the rows are on the device, times are taken with CUDA events, and the memcpy is the device's own.
 
-    python benchmarks/replay.py [--steps 200000] [--rounds 100] [--device auto] [--json FILE]
+    rl-lab bench replay [--steps 200000] [--rounds 100] [--device auto] [--no-torchrl] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,26 +28,24 @@ from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, Spec
 BATCH, LENGTH, CONTEXT = 16, 64, 1
 STREAMS = 16
 EPISODE = 500  # rows
-DEFAULTS: dict[str, Any] = {
-    "steps": 200_000,
-    "rounds": 100,
-    "device": "auto",
-    "torchrl": True,
-    "image": (3, 64, 64),
-}
-GOAL = 1.5  # sampling may cost this many memcpys
+IMAGE = (3, 64, 64)
 
 Row = dict[str, Any]
 
 
-def run(options: Mapping[str, Any] | None = None) -> list[Row]:
-    """Rows of name, value, unit. options: any of DEFAULTS"""
-    chosen = {**DEFAULTS, **(options or {})}
+def run(argv: list[str]) -> list[Row]:
+    """Rows of name, value, unit."""
+    parser = argparse.ArgumentParser(prog="rl-lab bench replay", description="what drawing a batch costs")
+    parser.add_argument("--steps", type=int, default=200_000)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--no-torchrl", dest="torchrl", action="store_false")
+    chosen = vars(parser.parse_args(argv))
     if chosen["device"] == "auto":
         chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(chosen["device"])
     spec = BatchSpec(size=BATCH, length=LENGTH, context=CONTEXT)
-    buffer = filled_buffer(chosen["steps"], tuple(chosen["image"]), device)
+    buffer = filled_buffer(chosen["steps"], IMAGE, device)
     out = buffer.make_batch(spec)
     generator = torch.Generator().manual_seed(0)
     batch_bytes = sum(value.nbytes for value in out.columns.values())
@@ -169,28 +165,3 @@ def _cuda_time(call: Callable[[int], Any], turn: int) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=DEFAULTS["steps"])
-    parser.add_argument("--rounds", type=int, default=DEFAULTS["rounds"])
-    parser.add_argument("--device", default=DEFAULTS["device"])
-    parser.add_argument("--no-torchrl", dest="torchrl", action="store_false")
-    parser.add_argument("--json", type=Path)
-    options = vars(parser.parse_args())
-    file = options.pop("json")
-    rows = run(options)
-    for row in rows:
-        number = f"{row['value']:>14.3f}" if isinstance(row["value"], float) else f"{row['value']:>14,}"
-        print(f"{row['name']:<34}{number} {row['unit']}")
-    ratio = next(row["value"] for row in rows if row["name"] == "replay/sample_over_memcpy")
-    print(f"goal: at most {GOAL} memcpys: {'met' if ratio <= GOAL else 'missed'}")
-    if file is not None:
-        file.write_text(json.dumps(rows, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -32,6 +32,7 @@ from rl_lab.records import Hook, Spec
 from rl_lab.utils.checkpoint import CheckpointManager
 from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
 from rl_lab.utils.timing import Stopwatch
+from rl_lab.workflows.base import WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
 from rl_lab.workflows.controllers import ControllerManager
 
@@ -186,7 +187,9 @@ def build_run(
     optimizers = build_optimizers(config, components, controllers)
     workflow = build_workflow(config)
     options = env_config_options(_plain(config.environment))
-    environment = make_env(**options, seed=derive_seed(seed, "train"), copy=False)
+    # The Collector copies what it keeps; a workflow that steps by itself is given arrays of its own.
+    steps_itself = type(workflow).collect_step is not WorldModelWorkflow.collect_step
+    environment = make_env(**options, seed=derive_seed(seed, "train"), copy=steps_itself)
     collector = Collector(
         environment, device=device, generator=generators.device("collect"), stopwatch=stopwatch
     )

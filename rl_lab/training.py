@@ -113,6 +113,10 @@ def resume(
     return _resume_changed(folder, before, config, say)
 
 
+def _plain(node: DictConfig) -> Any:
+    return OmegaConf.to_container(node, resolve=True)
+
+
 def _parse(value: str) -> Any:
     import yaml
 
@@ -181,7 +185,7 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
             progress=progress,
             say=progress.say,
         )
-        if config.load:
+        if config.load.path:
             _load_weights(config, run)
         if loaded is not None:
             empty = checkpoints.restore_buffers(loaded, run.orchestrator.storage.buffers)
@@ -202,14 +206,13 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
 
 
 def _load_weights(config: DictConfig, run: Run) -> None:
-    from rl_lab.run_folder import RunFolder as Folder
-
-    node: Any = OmegaConf.to_container(config.load, resolve=True)
-    path = Path(str(node["path"]))
-    source = Folder(path).checkpoints if (path / "config.yaml").is_file() else path
-    loaded = CheckpointManager.load_file(source, weights=True, on_warning=warnings.warn)
-    components = {name: part for name, part in run.context.components.items()}
-    partial_load(loaded.state, node, components, dict(run.context.controller_manager.modules()))
+    """Start from another run's weights: the parts that `load:` names, or all that both runs have."""
+    named = {key: value for key, value in _plain(config.load).items() if value is not None}
+    if set(named) == {"path"}:
+        named |= {"components": "all", "controllers": "all"}
+    loaded = CheckpointManager.load_file(Path(str(named["path"])), weights=True, on_warning=warnings.warn)
+    components = dict(run.context.components.items())
+    partial_load(loaded.state, named, components, dict(run.context.controller_manager.modules()))
 
 
 def _describe_memory(run: Run, say: Callable[[str], None]) -> None:
@@ -220,6 +223,8 @@ def _describe_memory(run: Run, say: Callable[[str], None]) -> None:
     parameters = sum(p.numel() for m in modules for p in m.parameters())
     # Weights, gradients and two optimizer moments in float32; a captured graph keeps the update's activations.
     say(f"memory: model: {parameters:,} parameters, about {parameters * 16 / 2**20:.1f} MiB to train")
+    if any(runner.capture.enabled for runner in run.orchestrator.runners.values()):
+        say("memory: graph: one update's activations; measured and said when a hook is captured")
 
 
 def _finish(folder: RunFolder, run: Run, say: Callable[[str], None]) -> RunResult:

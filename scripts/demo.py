@@ -17,12 +17,13 @@ def main() -> int:
     if run.interrupted:
         return 0
     trained = time.perf_counter() - start
-    print("evaluating 20 fresh episodes …")
-    result = evaluate_run(run.path, episodes=20, seed=1, video=True)
+    print("evaluating 20 fresh episodes with the best checkpoint …")
+    result = evaluate_run(run.path, checkpoint="best", episodes=20, seed=1, video=True)
     page, curve, *_ = write_report([run.path])
     print(f"""
 Dreamer on CartPole-v1: return {result["return_mean"]:.0f} ± {result["return_std"]:.0f} over 20 fresh episodes
-(500 is the most there is), after {run.counters["env_steps"]} steps in {trained / 60:.1f} minutes.
+(500 is the most there is). {run.counters["env_steps"]} steps took {trained / 60:.1f} minutes; the weights are those of step
+{result["step"]}, which did best on other episodes during training.
 
   curve        {curve}
   video        {result["files"].get("video", "none: rendering needs pygame")}

@@ -1,4 +1,4 @@
-"""Configs compose in the stated order, the seeds' YAML composes, and mistakes are answered."""
+"""Configs compose in the stated order, the founding documents' YAML composes, and mistakes are answered."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_order_of_precedence(tmp_path: Path):
     assert config.algorithm.batch_length == 9  # command line over debug
 
 
-def seed_yaml(folder: Path) -> None:
-    """The YAML of the seed's "Implementing a New Algorithm", with only `_target_` paths changed."""
+def founding_yaml(folder: Path) -> None:
+    """The YAML of the founding document's "Implementing a New Algorithm", with only `_target_` paths changed."""
     write(folder, "workflow/your_algorithm", "_target_: rl_lab.workflows.random.RandomWorkflow\n")
     write(
         folder,
@@ -117,8 +117,8 @@ def seed_yaml(folder: Path) -> None:
     )
 
 
-def test_the_seeds_yaml_composes_after_changing_only_targets(tmp_path: Path):
-    seed_yaml(tmp_path)
+def test_the_founding_yaml_composes_after_changing_only_targets(tmp_path: Path):
+    founding_yaml(tmp_path)
     config = compose_config(["+experiment=your_algorithm_env", "experiment.seed=123"], config_dirs=[tmp_path])
     resolve_config(config, environment_spec(config))
     assert config.experiment.seed == 123
@@ -129,12 +129,12 @@ def test_the_seeds_yaml_composes_after_changing_only_targets(tmp_path: Path):
 
 
 def test_configs_where_the_user_stands_are_found(tmp_path: Path, monkeypatch):
-    seed_yaml(tmp_path / "configs")
+    founding_yaml(tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     assert compose_config(["+experiment=your_algorithm_env"]).experiment.name == "your_algorithm_cartpole"
 
 
-def test_the_groups_and_names_of_the_seeds_exist():
+def test_the_groups_and_names_of_the_founding_documents_exist():
     for word in (
         "components/encoder@components.encoder=mlp",
         "components/encoder=dict",

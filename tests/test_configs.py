@@ -31,7 +31,7 @@ def test_every_experiment_runs_dry(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", known_choices("size"))
 def test_every_size_states_what_the_networks_read(name: str):
     size = compose_config([f"size={name}"]).algorithm.size
-    assert set(size) == {"deter", "hidden", "stoch", "classes", "blocks", "depth", "units", "bins"}
+    assert set(size) == {"deter", "hidden", "stoch", "classes", "blocks", "depth", "units", "bins", "bin_limit"}
     assert size.deter % size.blocks == 0
 
 

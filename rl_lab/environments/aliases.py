@@ -11,6 +11,8 @@
     MiniGrid-Empty-5x5-v0       minigrid/…              as registered, with the suite's observations
     popgym-CountRecallEasy-v0   popgym/…
     carracing                   carracing/continuous
+
+Whatever the table does not know stays as it is.
 """
 
 from __future__ import annotations

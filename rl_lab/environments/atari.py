@@ -6,7 +6,6 @@ protocol is Machado et al. 2018 with up to 30 no-ops. The ROMs come with ale-py.
 
 from __future__ import annotations
 
-
 import gymnasium
 
 from rl_lab.errors import ConfigError, closest
@@ -15,14 +14,15 @@ EXTRA = "atari"
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
 
 # The 57 games of the benchmark (Hessel et al. 2018), under their ROMs' names. Others in ale-py work too.
-GAMES = (
+NAMES = (
     "alien amidar assault asterix asteroids atlantis bank_heist battle_zone beam_rider berzerk bowling boxing breakout "
     "centipede chopper_command crazy_climber defender demon_attack double_dunk enduro fishing_derby freeway frostbite "
     "gopher gravitar hero ice_hockey jamesbond kangaroo krull kung_fu_master montezuma_revenge ms_pacman "
     "name_this_game phoenix pitfall pong private_eye qbert riverraid road_runner robotank seaquest skiing solaris "
     "space_invaders star_gunner surround tennis time_pilot tutankham up_n_down venture video_pinball "
     "wizard_of_wor yars_revenge zaxxon"
-).split()
+)
+GAMES = NAMES.split()
 
 
 def tasks() -> list[str]:

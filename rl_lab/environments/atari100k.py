@@ -23,20 +23,21 @@ __all__ = ["EXTRA", "HANDLES", "make", "resolve", "step_seconds", "tasks"]
 EXTRA = "atari"
 
 # Kaiser et al. 2020, table 1, under their ROMs' names.
-GAMES = (
+NAMES = (
     "alien amidar assault asterix bank_heist battle_zone boxing breakout chopper_command crazy_climber demon_attack "
     "freeway frostbite gopher hero jamesbond kangaroo krull kung_fu_master ms_pacman pong private_eye qbert road_runner "
     "seaquest up_n_down"
-).split()
+)
+GAMES = NAMES.split()
 
-DREAMER: dict[str, Any] = {"noops": (0, 30), "max_frames": 108_000}
-IRIS: dict[str, Any] = {"resize_first": True, "count_noops": True, "life_loss_within": False}
+POOL_FIRST: dict[str, Any] = {"noops": (0, 30), "max_frames": 108_000}
+RESIZE_FIRST: dict[str, Any] = {"resize_first": True, "count_noops": True, "life_loss_within": False}
 # (variant, in evaluation) -> arguments of `AtariEnv`
 PRESETS: dict[tuple[str, bool], dict[str, Any]] = {
-    ("dreamer", False): DREAMER,
-    ("dreamer", True): DREAMER,
-    ("iris", False): {**IRIS, "noops": (1, 30), "max_frames": 20_000, "life_loss": "end"},
-    ("iris", True): {**IRIS, "noops": (1, 1), "max_frames": 108_000},
+    ("dreamer", False): POOL_FIRST,
+    ("dreamer", True): POOL_FIRST,
+    ("iris", False): {**RESIZE_FIRST, "noops": (1, 30), "max_frames": 20_000, "life_loss": "end"},
+    ("iris", True): {**RESIZE_FIRST, "noops": (1, 1), "max_frames": 108_000},
 }
 
 

@@ -14,7 +14,9 @@ from gymnasium import spaces
 
 from rl_lab.errors import ConfigError
 
-GRAY = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, applied after resizing (DreamerV3, embodied/envs/atari.py)
+GRAY = np.array(
+    [0.299, 0.587, 0.114]
+)  # ITU-R BT.601, applied after resizing (DreamerV3, embodied/envs/atari.py)
 NOOP = 0
 LIFE_LOSS = ("off", "end", "restart")
 
@@ -73,12 +75,16 @@ class AtariEnv(gymnasium.Env):
         self.life_loss = life_loss
         self.life_loss_within = life_loss_within
         self.render_mode = render_mode
+        # Before the first emulator is made, which would greet.
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         self.ale = ale_py.ALEInterface()
-        self.ale.setLoggerMode(ale_py.LoggerMode.Error)
         # Sticky actions are drawn here, from the episode's seed: the emulator's own generator takes a seed only
         # while it loads a game, and loading takes a hundred milliseconds.
         self.ale.setFloat("repeat_action_probability", 0.0)
-        self.ale.loadROM(ale_py.roms.get_rom_path(game))
+        rom = ale_py.roms.get_rom_path(game)
+        if rom is None:
+            raise ConfigError(f"ale-py has no ROM for '{game}'")
+        self.ale.loadROM(rom)
         self._switched_on = self.ale.cloneState()
         self._actions = self.ale.getLegalActionSet() if full_actions else self.ale.getMinimalActionSet()
         self._screen = np.zeros((*self.ale.getScreenDims(), 3), np.uint8)

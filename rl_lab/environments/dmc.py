@@ -26,7 +26,7 @@ CAMERAS = {"quadruped": 2}
 RENDER_SIZE = (256, 256)
 
 # dm_control.suite.BENCHMARKING and a few that papers add, so that names are known without the package.
-TASKS = (
+NAMES = (
     "acrobot_swingup acrobot_swingup_sparse ball_in_cup_catch cartpole_balance cartpole_balance_sparse "
     "cartpole_swingup cartpole_swingup_sparse cartpole_three_poles cartpole_two_poles cheetah_run dog_fetch dog_run "
     "dog_stand dog_trot dog_walk finger_spin finger_turn_easy finger_turn_hard fish_swim fish_upright hopper_hop "
@@ -35,7 +35,8 @@ TASKS = (
     "manipulator_insert_peg pendulum_swingup point_mass_easy point_mass_hard quadruped_escape quadruped_fetch "
     "quadruped_run quadruped_walk reacher_easy reacher_hard stacker_stack_2 stacker_stack_4 swimmer_swimmer15 "
     "swimmer_swimmer6 walker_run walker_stand walker_walk"
-).split()
+)
+TASKS = NAMES.split()
 
 
 def tasks() -> list[str]:
@@ -155,6 +156,7 @@ class ControlEnv(gymnasium.Env):
         if observe != "proprio":
             parts["image"] = spaces.Box(0, 255, (*size, 3), np.uint8)
         self.observation_space = spaces.Dict(parts)
+        self._shapes = {name: space.shape for name, space in parts.items()}
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -188,7 +190,7 @@ class ControlEnv(gymnasium.Env):
         obs: dict[str, Any] = {}
         if self.observe != "vision":
             for name, value in result.observation.items():
-                obs[name] = np.asarray(value, np.float32).reshape(self.observation_space[name].shape)
+                obs[name] = np.asarray(value, np.float32).reshape(self._shapes[name])
         if self.observe != "proprio":
             obs["image"] = self._draw(self.size)
         return obs
@@ -197,7 +199,3 @@ class ControlEnv(gymnasium.Env):
         return self._env.physics.render(
             *size, camera_id=self.camera, render_flag_overrides=self._flags or None
         )
-
-
-def step_seconds(task: tuple[str, str]) -> float | None:
-    return 200e-6 if task[0] in ("cartpole", "pendulum", "reacher", "point_mass", "walker") else None

@@ -297,7 +297,12 @@ def _probe(factory: EnvFactory) -> Spec:
 
 
 def _check(
-    *, num_envs: int, action_repeat: int | None, time_limit: int | None, workers: int | None, infos: str = "log"
+    *,
+    num_envs: int,
+    action_repeat: int | None,
+    time_limit: int | None,
+    workers: int | None,
+    infos: str = "log",
 ) -> None:
     for name, value, least in (
         ("num_envs", num_envs, 1),

@@ -97,7 +97,9 @@ class Picture(gymnasium.ObservationWrapper):
         shape = env.observation_space["image"].shape
         assert shape is not None
         self._size = size if size is not None and size != shape[:2] else None
-        self.observation_space = spaces.Dict({"image": spaces.Box(0, 255, (*(size or shape[:2]), 3), np.uint8)})
+        self.observation_space = spaces.Dict(
+            {"image": spaces.Box(0, 255, (*(size or shape[:2]), 3), np.uint8)}
+        )
 
     def observation(self, observation: dict[str, Any]) -> dict[str, Any]:
         image = observation["image"]

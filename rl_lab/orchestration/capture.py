@@ -44,6 +44,7 @@ class Capture:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._arguments: tuple[int, ...] = ()
         self._result: Any = None
+        self.graph_bytes = 0  # device memory that recording added
 
     @property
     def captured(self) -> bool:
@@ -84,11 +85,13 @@ class Capture:
         if not Capture._pooled:  # the first graph, or the pool went with the last one
             Capture._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=Capture._pool):
             self._result = self.function(*arguments)
         self._graph = graph
         Capture._pooled.add(graph)
+        self.graph_bytes = torch.cuda.memory_reserved(self.device) - before
         self._arguments = tuple(id(argument) for argument in arguments)
 
     def _check_same(self, arguments: tuple[Any, ...]) -> None:

@@ -121,7 +121,10 @@ class Orchestrator:
         if runner.hook.kind == "update":
             stream = self.storage.stream(action, phase) if self.storage is not None else None
             key = (phase.freeze, id(stream))
+            captured = runner.capture.captured
             runner.run(stream, self.scheduler.view(), self.scheduler.totals, key=key)
+            if runner.capture.captured and not captured:
+                self.say(f"{action} is captured: its graph holds {runner.capture.graph_bytes / 2**20:,.0f} MiB")
             self.scheduler.advance(action)
         elif runner.hook.kind == "transform":
             done = self._transform(action, runner, phase)
@@ -304,6 +307,7 @@ class Orchestrator:
     def restore(self, state: Mapping[str, Any], *, empty_buffers: Sequence[str] = ()) -> None:
         """Go on from a checkpoint's state; `empty_buffers` are those whose rows did not come with it."""
         self.run_state.restore(state, empty_buffers)
+        self._said = set(self.scheduler.skipped)
         self.cadences.set_state(state["cadences"])
         own = state["orchestrator"]
         self._transform_positions = {name: int(position) for name, position in own["transforms"].items()}

@@ -66,12 +66,15 @@ class PhaseScheduler:
         self.totals = {"env_steps": 0, "updates": 0, "cycles": 0, "episodes": 0}
         self.hook_calls: dict[str, int] = {}
         self.skipped: set[str] = set()  # updates passed over because the buffer was not ready
+        self._out_of_steps = False  # total_timesteps ended training within a phase
         self._begin(0)
 
     # ---------------------------------------------------------------- the machine
 
     def current_phase(self) -> PhaseDefinition | None:
-        return self.phases[self._index] if self._index < len(self.phases) else None
+        if self._out_of_steps or self._index >= len(self.phases):
+            return None
+        return self.phases[self._index]
 
     def view(self) -> PhaseView:
         assert self._view is not None
@@ -205,7 +208,7 @@ class PhaseScheduler:
         self.counts["cycles"] += 1
         self.totals["cycles"] += 1
         if self._total_reached() and self.counts["env_steps"]:
-            self._begin(len(self.phases))  # the total ends training, whatever phases are left
+            self._out_of_steps = True  # whatever phases are left; resumed with a larger total, it goes on here
         elif self._steps_over(phase) or (
             phase.duration_cycles and self.counts["cycles"] >= phase.duration_cycles
         ):
@@ -217,6 +220,7 @@ class PhaseScheduler:
         return {
             "phases": [phase.name for phase in self.phases],
             "index": self._index,
+            "out_of_steps": self._out_of_steps,
             "position": self._position,
             "calls": self._calls,
             "steps_here": self._steps_here,
@@ -236,6 +240,7 @@ class PhaseScheduler:
                 f"the checkpoint walked the phases {list(state['phases'])}, the config has {names}; "
                 "resume with the run's own phases, or start a new run that loads its weights"
             )
+        self._out_of_steps = False
         self._begin(int(state["index"]))
         self._position = int(state["position"])
         self._calls = int(state["calls"])
@@ -249,3 +254,4 @@ class PhaseScheduler:
             self._ratios[int(position)].credit = float(credit)
         for position, passed in state["every_passed"].items():
             self._everies[int(position)].passed = {key: int(number) for key, number in passed.items()}
+        self._out_of_steps = bool(state["out_of_steps"]) and self._total_reached()

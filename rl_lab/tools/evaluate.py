@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="of the evaluation; the same seed gives the same episodes"
     )
     parser.add_argument("--checkpoint", default="last", help="last, best, or a file name under checkpoints/")
-    parser.add_argument("--sample", action="store_true", help="sample actions instead of taking the best")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--sample", dest="sample", action="store_true", default=None, help="sample actions")
+    choice.add_argument("--best-action", dest="sample", action="store_false", help="take the likeliest action")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--video", action="store_true", help="record the first episode")
     parser.add_argument(
@@ -51,7 +53,7 @@ def evaluate_run(
     episodes: int = 20,
     seed: int = 0,
     checkpoint: str = "last",
-    sample: bool = False,
+    sample: bool | None = None,  # None: as the run's config evaluates
     device: str = "auto",
     video: bool = False,
     json_file: str | None = None,
@@ -68,6 +70,8 @@ def evaluate_run(
         raise ConfigError(f"--episodes must be at least 1, not {episodes}")
     folder = find_run(run, output_root(None))
     agent = load_agent(run or folder.path, checkpoint=checkpoint, device=device)
+    if sample is None:
+        sample = bool(agent.config.training.evaluate.sample)
     evaluator = build_evaluator(agent.config, agent.device)
     evaluation = evaluator.run(
         agent.workflow, episodes=episodes, label=f"command {seed}", sample=sample, video=video

@@ -130,7 +130,14 @@ def lengths(env, episodes, action=1):
 def test_life_loss_ends_the_episode_and_the_game_goes_on():
     whole = lengths(AtariEnv("breakout", noops=(0, 0)), 1)
     lives = lengths(AtariEnv("breakout", noops=(0, 0), life_loss="end", life_loss_within=False), 6)
-    assert [left for _, left, _ in lives] == [4, 3, 2, 1, 0, 4]  # the fifth ends the game, the sixth begins another
+    assert [left for _, left, _ in lives] == [
+        4,
+        3,
+        2,
+        1,
+        0,
+        4,
+    ]  # the fifth ends the game, the sixth begins another
     assert whole[0][1] == 0 and all(terminated for *_, terminated in lives)
     restart = lengths(AtariEnv("breakout", noops=(0, 0), life_loss="restart"), 3)
     assert [left for _, left, _ in restart] == [4, 4, 4]
@@ -160,9 +167,7 @@ def test_limits_and_noops_of_the_variants():
 
 def test_noops_are_drawn_from_the_episodes_seed():
     env = AtariEnv("pong", noops=(0, 30))
-    starts = [
-        (env.reset(seed=seed), env.ale.getEpisodeFrameNumber())[1] for seed in [*range(40), *range(40)]
-    ]
+    starts = [(env.reset(seed=seed), env.ale.getEpisodeFrameNumber())[1] for seed in [*range(40), *range(40)]]
     assert starts[:40] == starts[40:] and min(starts) < 5 and 25 < max(starts) <= 30
 
 

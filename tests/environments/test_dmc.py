@@ -14,7 +14,8 @@ from rl_lab.records import ArraySpec
 
 dmc.choose_renderer(needed=False)
 draws = pytest.mark.skipif(
-    not (ctypes.util.find_library("EGL") or ctypes.util.find_library("OSMesa")), reason="neither EGL nor OSMesa"
+    not (ctypes.util.find_library("EGL") or ctypes.util.find_library("OSMesa")),
+    reason="neither EGL nor OSMesa",
 )
 PROPRIO = {
     "orientations": ArraySpec((14,), "float32"),
@@ -43,7 +44,12 @@ def test_vision_both_and_fast_render():
             assert env.render().shape == (256, 256, 3)
     assert frames["plain"].std() > 10
     # The same scene without shadows, and another view of it.
-    assert 0 < np.abs(frames["fast"] - frames["plain"]).mean() < 20 < np.abs(frames["other"] - frames["plain"]).mean()
+    assert (
+        0
+        < np.abs(frames["fast"] - frames["plain"]).mean()
+        < 20
+        < np.abs(frames["other"] - frames["plain"]).mean()
+    )
 
 
 def test_decisions_and_limits():

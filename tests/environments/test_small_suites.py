@@ -42,7 +42,10 @@ def test_popgym_names_and_previous_action():
     plain = probe_spec("popgym/CountRecallEasy")
     assert probe_spec("popgym-CountRecallEasy-v0").action == plain.action
     more = probe_spec("popgym/countrecalleasy", previous_action=True)
-    width = {name: sum(s.shape[0] for s in spec.observations.values()) for name, spec in (("a", plain), ("b", more))}
+    width = {
+        name: sum(s.shape[0] for s in spec.observations.values())
+        for name, spec in (("a", plain), ("b", more))
+    }
     assert width["b"] > width["a"]
     with pytest.raises(ConfigError, match=r"no task 'popgym/CountRecal'. Did you mean 'CountRecall"):
         make_env("popgym/CountRecal")

@@ -49,7 +49,14 @@ def needs(task, options=None):
         pytest.skip("neither EGL nor OSMesa to draw with")
 
 
-@pytest.mark.parametrize("task", CASES)
+@pytest.mark.parametrize(
+    "task",
+    [
+        # A maze takes seconds to build in software rendering, and the contract builds many.
+        pytest.param(task, marks=pytest.mark.learning) if task.startswith("memory_maze") else task
+        for task in CASES
+    ],
+)
 def test_contract(task):
     options = CASES[task]
     needs(task, options)

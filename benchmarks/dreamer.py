@@ -1,0 +1,148 @@
+"""What one Dreamer update costs: 16×64 steps of 64×64×3 images, 17 actions, replay and write-back included.
+
+    rl-lab bench dreamer --size 1m,12m,50m,200m
+
+Each size is built as training builds it (config, parts, optimizer, replay, hook runner with capture); the rows are random.
+Times are medians of single updates, each waited for. `first_update_s` is from building the parts to the end of the first
+update, `captured_s` to the end of the first replayed graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from rl_lab.buffers.stream import BatchStream
+from rl_lab.build import build_buffers, build_optimizers, build_parts, build_workflow
+from rl_lab.compose import compose_config, resolve_config
+from rl_lab.launch.runtime import resolve_device
+from rl_lab.orchestration.hook_runner import HookRunner
+from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
+from rl_lab.workflows.context import WorkflowContext
+
+ROWS_PER_STREAM = 600
+STREAMS = 16
+ACTIONS = 17  # as the peers were measured
+
+
+def run(argv: list[str]) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(prog="rl-lab bench dreamer", description="time of one Dreamer update")
+    parser.add_argument("--size", default="12m", help="one or several of the sizes, by commas")
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--batch", default="16x64", help="sequences x steps")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--eager", action="store_true", help="without capture")
+    options = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    for size in options.size.split(","):
+        rows += measure(size, options)
+    return rows
+
+
+def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Build one size, time its updates and its acting."""
+    start = time.perf_counter()
+    device = resolve_device(options.device)
+    spec = Spec("bench", {"image": ArraySpec((3, 64, 64), "uint8")}, ActionSpec("discrete", (), (ACTIONS,)))
+    batch_size, batch_length = options.batch.split("x")
+    words = [
+        f"size={size}",
+        "components/encoder=dict",
+        f"experiment.device={device}",
+        f"environment.num_envs={STREAMS}",
+    ]
+    words += [f"algorithm.batch_size={batch_size}", f"algorithm.batch_length={batch_length}"]
+    words += ["algorithm.imagination_horizon=15", "algorithm.imagination_last=0"]
+    words += [f"buffers.replay.capacity={STREAMS * ROWS_PER_STREAM}"]
+    config = resolve_config(compose_config(words), spec)
+    components, controllers = build_parts(config, spec, device)
+    context = WorkflowContext(
+        config=config,
+        device=device,
+        spec=spec,
+        components=components,
+        controller_manager=controllers,
+        optimizers=build_optimizers(config, components, controllers),
+    )
+    workflow = build_workflow(config)
+    workflow.attach(context)
+    workflow.initialize(context)
+    buffer = build_buffers(config, spec, workflow.policy_columns(), device)["replay"]
+    fill(buffer)
+    hook = workflow.hooks()["update"]
+    generator = torch.Generator(device).manual_seed(0)
+    runner = HookRunner("update", hook, device=device, generator=generator, capture=not options.eager)
+    stream = BatchStream(buffer, hook.batch, torch.Generator().manual_seed(0), device=device)
+
+    def update() -> float:
+        begin = time.perf_counter()
+        runner.run(stream, {"progress": 0.0}, {"updates": 0}, key=None)
+        wait(device)
+        return (time.perf_counter() - begin) * 1000
+
+    update()
+    first = time.perf_counter() - start
+    for _ in range(runner.capture.eager_calls):
+        update()
+    captured = time.perf_counter() - start
+    times = [update() for _ in range(options.updates)]
+    name = f"dreamer/{size}"
+    parameters = sum(
+        p.numel() for part in (components, *(m for _, m in controllers.modules())) for p in part.parameters()
+    )
+    rows = [
+        {"name": f"{name}/update_ms", "value": statistics.median(times), "unit": "ms"},
+        {"name": f"{name}/first_update_s", "value": first, "unit": "s"},
+        {"name": f"{name}/captured_s", "value": captured, "unit": "s"},
+        {"name": f"{name}/act_16_ms", "value": act_time(workflow, device, options.updates), "unit": "ms"},
+        {"name": f"{name}/parameters", "value": parameters, "unit": "parameters"},
+    ]
+    if device.type == "cuda":
+        rows.append(
+            {"name": f"{name}/peak_gib", "value": torch.cuda.max_memory_allocated() / 2**30, "unit": "GiB"}
+        )
+        torch.cuda.reset_peak_memory_stats()
+    return rows
+
+
+def fill(buffer: Any) -> None:
+    """Random rows; an episode begins every 200."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(ROWS_PER_STREAM):
+        row: dict[str, Any] = {}
+        for name, spec in buffer.columns.items():
+            shape = (STREAMS, *spec.shape)
+            if name == "obs/image":
+                row[name] = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+            elif name == "action":
+                row[name] = torch.randint(ACTIONS, shape, generator=generator)
+            elif name == "is_first":
+                row[name] = torch.full(shape, step % 200 == 0)
+            else:
+                row[name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+        buffer.add(row)
+
+
+@torch.no_grad()
+def act_time(workflow: Any, device: torch.device, repeats: int) -> float:
+    """Acting for 16 environments, with the copies of observations to the device and actions back."""
+    state = workflow.initial_policy_state(STREAMS)
+    mode = ActMode(generator=torch.Generator(device).manual_seed(0))
+    images = torch.randint(256, (STREAMS, 3, 64, 64), dtype=torch.uint8)
+    first = torch.zeros(STREAMS, dtype=torch.bool)
+    times = []
+    for _ in range(repeats + 3):
+        begin = time.perf_counter()
+        action, state, _ = workflow.act({"image": images.to(device)}, state, first.to(device), mode)
+        action.cpu()
+        times.append((time.perf_counter() - begin) * 1000)
+    return statistics.median(times[3:])
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
