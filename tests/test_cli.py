@@ -176,3 +176,39 @@ def test_a_second_process_is_kept_out(run: Path, capsys):
     with RunLock(run):
         assert main(["resume", str(run), "training.total_timesteps=220"]) == 1
     assert "error" in capsys.readouterr().err
+
+
+def test_a_finished_run_can_be_extended(tmp_path: Path):
+    words = ["debug=tiny", "logging.progress=off", "logging.tensorboard=false", f"run_dir={tmp_path / 'run'}"]
+    assert (
+        rl_lab.train("dreamer_cartpole", [*words, "training.total_timesteps=60"]).counters["env_steps"] >= 60
+    )
+    assert main(["resume", str(tmp_path / "run"), "training.total_timesteps=120"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] >= 120
+
+
+def test_weights_of_another_run(run: Path, tmp_path: Path, capsys):
+    from rl_lab.utils.checkpoint import CheckpointManager
+
+    words = ["train", "debug=tiny", "training.total_timesteps=6", "logging.progress=off"]
+    words += [f"load.path={run}", "load.components=[encoder]", "experiment.seed=9"]
+    assert main([*words, f"run_dir={tmp_path / 'part'}"]) == 0
+    # Six steps are too few for an update: what was loaded is what is saved.
+    loaded = CheckpointManager(tmp_path / "part" / "checkpoints").load().state["components"]
+    source = CheckpointManager.load_file(run, weights=True).state["components"]
+    weight = next(iter(source["encoder"]))
+    assert (loaded["encoder"][weight] == source["encoder"][weight]).all()
+    other = next(key for key, value in source["rssm"].items() if value.dim() > 1)
+    assert not (loaded["rssm"][other] == source["rssm"][other]).all()
+    assert main([*words, "load.components=[encodr]", f"run_dir={tmp_path / 'wrong'}"]) == 1
+    assert "encoder" in capsys.readouterr().err
+    assert main([*words, "algorithm.size.units=12", f"run_dir={tmp_path / 'shape'}"]) == 1
+    assert "shape" in capsys.readouterr().err
+
+
+def test_a_staged_curriculum_by_one_word(tmp_path: Path):
+    words = ["debug=tiny", "phases=staged", "logging.progress=off", f"run_dir={tmp_path / 'run'}"]
+    words += ["training.phases.0.duration_steps=60", "training.phases.1.duration_updates=5"]
+    words += ["training.phases.2.duration_updates=5", "training.total_timesteps=80"]
+    assert rl_lab.train("dreamer_cartpole", words).counters["updates"] >= 10

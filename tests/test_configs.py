@@ -31,13 +31,23 @@ def test_every_experiment_runs_dry(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", known_choices("size"))
 def test_every_size_states_what_the_networks_read(name: str):
     size = compose_config([f"size={name}"]).algorithm.size
-    assert set(size) == {"deter", "hidden", "stoch", "classes", "blocks", "depth", "units", "bins", "bin_limit"}
+    assert set(size) == {
+        "deter",
+        "hidden",
+        "stoch",
+        "classes",
+        "blocks",
+        "depth",
+        "units",
+        "bins",
+        "bin_limit",
+    }
     assert size.deter % size.blocks == 0
 
 
 def test_every_yaml_is_shipped_and_says_what_it_is():
     for file in CONFIG_FOLDER.rglob("*.yaml"):
-        first = [line for line in file.read_text().splitlines() if not line.startswith("# @package")][0]
+        first = next(line for line in file.read_text().splitlines() if not line.startswith("# @package"))
         assert first.startswith("# "), f"{file} should begin with a line that `rl-lab list` can show"
 
 

@@ -82,26 +82,23 @@ KILLS = int(os.environ.get("RL_LAB_KILLS", "5"))
 
 
 def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path):
-    """kill -9 and the same command again, until it has been killed often enough and finishes."""
-    words = ("training.total_timesteps=400", "training.checkpoint.every_env_steps=40")
+    """kill -9 and the same command again, until it has been killed often enough; then it may finish."""
+    words = ("training.total_timesteps=1200", "training.checkpoint.every_env_steps=40")
     reference = start(tmp_path / "whole", *words)
-    output, _ = reference.communicate(timeout=200)
+    output, _ = reference.communicate(timeout=250)
     assert reference.returncode == 0, output
     moments = random.Random(KILLS)
-    kills = 0
-    for _ in range(4 * KILLS):
+    for _ in range(KILLS):
         process = start(tmp_path / "killed", *words)
-        try:
-            process.wait(timeout=moments.uniform(1.0, 9.0) if kills < KILLS else 200)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            kills += 1
-        output, _ = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL), output
-        if process.returncode == 0:
-            break
-    assert kills >= 1
-    assert process.returncode == 0
+        with pytest.raises(
+            subprocess.TimeoutExpired
+        ):  # it must not have finished, or the kill proves nothing
+            process.wait(timeout=moments.uniform(1.0, 6.0))
+        process.kill()
+        process.communicate()
+    last = start(tmp_path / "killed", *words)
+    output, _ = last.communicate(timeout=250)
+    assert last.returncode == 0, output
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
     lines = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,8 +24,8 @@ class Capture:
     before another runs.
     """
 
-    _pool: Any = None
-    _pooled: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs that live in the pool
+    _pool: ClassVar[Any] = None
+    _pooled: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # graphs that live in the pool
 
     def __init__(
         self,

@@ -124,7 +124,9 @@ class Orchestrator:
             captured = runner.capture.captured
             runner.run(stream, self.scheduler.view(), self.scheduler.totals, key=key)
             if runner.capture.captured and not captured:
-                self.say(f"{action} is captured: its graph holds {runner.capture.graph_bytes / 2**20:,.0f} MiB")
+                self.say(
+                    f"{action} is captured: its graph holds {runner.capture.graph_bytes / 2**20:,.0f} MiB"
+                )
             self.scheduler.advance(action)
         elif runner.hook.kind == "transform":
             done = self._transform(action, runner, phase)

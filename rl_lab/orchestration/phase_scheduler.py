@@ -208,7 +208,9 @@ class PhaseScheduler:
         self.counts["cycles"] += 1
         self.totals["cycles"] += 1
         if self._total_reached() and self.counts["env_steps"]:
-            self._out_of_steps = True  # whatever phases are left; resumed with a larger total, it goes on here
+            self._out_of_steps = (
+                True  # whatever phases are left; resumed with a larger total, it goes on here
+            )
         elif self._steps_over(phase) or (
             phase.duration_cycles and self.counts["cycles"] >= phase.duration_cycles
         ):

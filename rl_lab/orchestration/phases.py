@@ -164,7 +164,9 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str) -> HookUse:
     where = f"{where}, hook '{name}'"
     keys = {"collect": _COLLECT_KEYS, "evaluate": _EVALUATE_KEYS}.get(kind, _HOOK_KEYS)
     reject_unknown_keys(where, node, keys)
-    every = {EVERY_KEYS[key]: _count(where, key, node[key]) for key in EVERY_KEYS if node.get(key) is not None}
+    every = {
+        EVERY_KEYS[key]: _count(where, key, node[key]) for key in EVERY_KEYS if node.get(key) is not None
+    }
     pace = [key for key in ("repeat", "env_steps", *_RATIO_KEYS) if node.get(key) is not None]
     if len(pace) + bool(every) > 1:
         raise ConfigError(f"{where} has {' and '.join(sorted(key for key in node))}; give one pace")

@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", default="last", help="last, best, or a file name under checkpoints/")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--sample", dest="sample", action="store_true", default=None, help="sample actions")
-    choice.add_argument("--best-action", dest="sample", action="store_false", help="take the likeliest action")
+    choice.add_argument(
+        "--best-action", dest="sample", action="store_false", help="take the likeliest action"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--video", action="store_true", help="record the first episode")
     parser.add_argument(

@@ -30,7 +30,8 @@ def test_benchmark_gives_its_rows() -> None:
     module_spec = importlib.util.spec_from_file_location("bench_replay", path)
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
-    rows = module.run({"steps": 8000, "rounds": 2, "image": (3, 8, 8), "torchrl": False, "device": "cpu"})
+    module.IMAGE = (3, 8, 8)
+    rows = module.run(["--steps", "8000", "--rounds", "2", "--no-torchrl", "--device", "cpu"])
     values = {row["name"]: row["value"] for row in rows}
     assert values["replay/bytes_per_step"] == 192 + 8 + 4 + 3 + 4
     assert values["replay/sample_over_memcpy"] == values["replay/sample_ms"] / values["replay/memcpy_ms"]

@@ -1,0 +1,41 @@
+"""Workflows learn: a toy in seconds here, and (marked `learning`) the default experiment to its published bar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rl_lab
+from rl_lab.tools.evaluate import evaluate_run
+
+QUIET = ["logging.progress=off", "logging.tensorboard=false"]
+
+
+def test_dreamer_learns_which_action_the_cue_asks_for(tmp_path: Path):
+    """dummy/discrete: a random policy gets 1.3, the best 10."""
+    words = [
+        "environment=dummy_discrete",
+        "environment.workers=0",
+        "algorithm.batch_size=8",
+        "algorithm.batch_length=8",
+    ]
+    words += ["algorithm.imagination_last=4", "algorithm.imagination_horizon=5", "algorithm.train_ratio=16"]
+    words += ["training.total_timesteps=2000", "training.evaluate.every_env_steps=1000"]
+    run = rl_lab.train("dreamer_cartpole", [*words, *QUIET, f"run_dir={tmp_path / 'run'}"])
+    assert run.eval_return_mean is not None and run.eval_return_mean > 4
+
+
+def test_a_random_policy_does_not(tmp_path: Path):
+    words = ["environment=dummy_discrete", "environment.workers=0", "training.total_timesteps=500"]
+    run = rl_lab.train("random_cartpole", [*words, *QUIET, f"run_dir={tmp_path / 'run'}"])
+    assert run.return_mean is not None and run.return_mean < 3
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_experiment_balances_the_pole(seed: int, tmp_path: Path):
+    """At least 400 over 20 fresh episodes, with the checkpoint that did best on others during training."""
+    run = rl_lab.train(None, [f"experiment.seed={seed}", *QUIET, f"run_dir={tmp_path / 'run'}"])
+    result = evaluate_run(run.path, checkpoint="best", episodes=20, seed=1)
+    assert result["return_mean"] >= 400
