@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -20,6 +21,7 @@ def main() -> int:
     print("evaluating 20 fresh episodes with the best checkpoint …")
     result = evaluate_run(run.path, checkpoint="best", episodes=20, seed=1, video=True)
     page, curve, *_ = write_report([run.path])
+    programs = os.path.relpath(os.path.dirname(sys.executable))
     print(f"""
 Dreamer on CartPole-v1: return {result["return_mean"]:.0f} ± {result["return_std"]:.0f} over 20 fresh episodes
 (500 is the most there is). {run.counters["env_steps"]} steps took {trained / 60:.1f} minutes; the weights are those of step
@@ -28,8 +30,8 @@ Dreamer on CartPole-v1: return {result["return_mean"]:.0f} ± {result["return_st
   curve        {curve}
   video        {result["files"].get("video", "none: rendering needs pygame")}
   report       {page}
-  TensorBoard  tensorboard --logdir {run.path / "tensorboard"}
-  go on with   rl-lab resume {run.path} training.total_timesteps={2 * run.counters["env_steps"]}
+  TensorBoard  {programs}/tensorboard --logdir {run.path / "tensorboard"}
+  go on with   {programs}/rl-lab resume {run.path} training.total_timesteps={2 * run.counters["env_steps"]}
 """)
     return 0
 

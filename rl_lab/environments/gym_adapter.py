@@ -42,6 +42,10 @@ def make(task: Any, *, render: bool = False, **options: Any) -> gymnasium.Env:
     """One environment, as its author made it. `options` go to its constructor."""
     # Only where it is asked for: not every constructor knows the keyword.
     frames: dict[str, Any] = {"render_mode": "rgb_array"} if render else {}
+    if render and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        os.environ.setdefault(
+            "SDL_VIDEODRIVER", "dummy"
+        )  # pygame draws into memory, and does not look for a screen
     if isinstance(task, gymnasium.envs.registration.EnvSpec):
         spec = copy.deepcopy(task)
         spec.order_enforce = False  # the runner keeps the order, so the check would only cost time

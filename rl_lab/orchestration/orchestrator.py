@@ -254,7 +254,7 @@ class Orchestrator:
         if evaluation.frames:
             frames = torch.as_tensor(_stack(evaluation.frames)).permute(0, 3, 1, 2)
             self.log.logger.video("eval/episode", frames.numpy(), step=step, fps=30, folder="episodes/test")
-        if metrics["eval/return_mean"] > self._best_return:
+        if metrics["eval/return_mean"] >= self._best_return:  # of equals, the one that trained longer
             self._best_return = metrics["eval/return_mean"]
             self.save(tag="best")
         return metrics
