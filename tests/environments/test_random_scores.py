@@ -1,7 +1,7 @@
 """A random agent scores what was published for one, so presets, rewards and ends of games are right.
 
 Atari: Mnih et al. 2015 (Pong −20.7, Breakout 1.7, Boxing 0.1, used since as the zero of normalised scores). Their
-protocol: 30 games with up to 30 no-ops, a random action every sixth frame, at most five minutes a game; the rest is
+protocol, as far as we know it: 30 games with up to 30 no-ops, a random action every sixth frame, at most five minutes a game; the rest is
 Atari 100k, DreamerV3's variant (the game's own actions, not sticky). Their mean is one of 30 games, as ours is, so both
 have an error: the two must agree within two standard errors of their difference.
 
