@@ -58,13 +58,6 @@ def copy_batch(source: Batch, target: Batch) -> None:
         there.copy_(here, non_blocking=there.is_cuda)
 
 
-def to_device(array: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small host tensor on the device, sent without waiting for the device."""
-    if device.type != "cuda":
-        return array.to(device)
-    return array.pin_memory().to(device, non_blocking=True)
-
-
 def part(batch: Batch, begin: int, end: int) -> Batch:
     """Sequences begin … end of a batch, as views of the same memory."""
     assert batch.index is not None

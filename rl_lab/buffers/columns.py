@@ -15,7 +15,7 @@ import torch
 
 from rl_lab.buffers.mapped_files import MappedFiles
 from rl_lab.errors import ConfigError
-from rl_lab.records import ArraySpec
+from rl_lab.records import ArraySpec, RowIndex
 from rl_lab.utils.files import free_bytes
 
 DTYPES = {
@@ -42,6 +42,13 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"a buffer cannot store dtype '{name}'; it stores {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def to_device(array: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small host tensor on the device, sent without waiting for the device."""
+    if device.type != "cuda":
+        return array.to(device)
+    return array.pin_memory().to(device, non_blocking=True)
 
 
 def row_bytes(spec: ArraySpec) -> int:
@@ -156,6 +163,18 @@ class Columns:
         """Where rows position+offset … +count of each stream are kept. stream, position: (B,); returns: (B, count)"""
         steps = torch.arange(offset, offset + count, device=position.device)
         return stream[:, None] * self.capacity + (position[:, None] + steps) % self.capacity
+
+    def locate(self, stream: np.ndarray, position: np.ndarray, count: int, starts: RowIndex) -> torch.Tensor:
+        """Write drawn starts (B,) into `starts`; returns where `count` rows from each on are kept, (B * count,)."""
+        if self.device.type == "cpu":  # NumPy is quicker than torch with a handful of numbers
+            starts.stream.numpy()[:] = stream
+            starts.position.numpy()[:] = position
+            rows = (position[:, None] + np.arange(count)) % self.capacity
+            return torch.from_numpy((stream[:, None] * self.capacity + rows).ravel())
+        both = to_device(torch.from_numpy(np.stack([stream, position])), self.device)  # (2, B)
+        starts.stream.copy_(both[0])
+        starts.position.copy_(both[1])
+        return self.index(both[0], both[1], 0, count).view(-1)
 
     def read(self, name: str, position: int, count: int) -> torch.Tensor:
         """A copy of neighbouring rows of all streams, (N, count, …)."""

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.batches import MaskedIndex, allocate, copy_batch, to_device
+from rl_lab.buffers.batches import MaskedIndex, allocate, copy_batch
 from rl_lab.buffers.chunk_files import ChunkFiles, Rows, check_layout
-from rl_lab.buffers.columns import Columns, as_rows, choose_files, choose_storage, row_bytes
+from rl_lab.buffers.columns import Columns, as_rows, choose_files, choose_storage, row_bytes, to_device
 from rl_lab.buffers.late_writes import MOST_WAITING, LateWrites
 from rl_lab.buffers.ring import Ring
 from rl_lab.buffers.samplers import Sampler, SamplerFactory, make_sampler, sampler_key
@@ -218,17 +218,13 @@ class ReplayBuffer:
     def _fill(self, out: Batch, spec: BatchSpec, stream: np.ndarray, position: np.ndarray) -> None:
         """Fetch the rows from each start on into `out`, which lies where the rows are."""
         assert out.index is not None
-        place = self.storage_device
-        starts = to_device(torch.from_numpy(np.stack([stream, position])), place)  # (2, B)
-        out.index.stream.copy_(starts[0])
-        out.index.position.copy_(starts[1])
+        index = self._columns.locate(stream, position, spec.rows, out.index)
         flat_mask = None
         if out.mask is not None:
             anchor = 0 if spec.pad == "right" else spec.rows - 1
             mask = self.ring.episode_mask(stream, position, spec.rows, anchor)
-            out.mask.copy_(to_device(torch.from_numpy(mask), place))
+            out.mask.copy_(to_device(torch.from_numpy(mask), self.storage_device))
             flat_mask = out.mask.view(-1)
-        index = self._columns.index(starts[0], starts[1], 0, spec.rows).view(-1)
         for name, value in out.columns.items():
             self._columns.gather(name, index, value, flat_mask)
 
