@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_lab.episode_tracker import Episode
@@ -252,8 +253,8 @@ class Orchestrator:
         metrics: dict[str, float] = evaluation.metrics()
         self.log.evaluation(metrics, self.scheduler.totals)
         if evaluation.frames:
-            frames = torch.as_tensor(_stack(evaluation.frames)).permute(0, 3, 1, 2)
-            self.log.logger.video("eval/episode", frames.numpy(), step=step, fps=30, folder="episodes/test")
+            frames = np.stack(evaluation.frames).transpose(0, 3, 1, 2)
+            self.log.logger.video("eval/episode", frames, step=step, fps=30, folder="episodes/test")
         if metrics["eval/return_mean"] >= self._best_return:  # of equals, the one that trained longer
             self._best_return = metrics["eval/return_mean"]
             self.save(tag="best")
@@ -367,9 +368,3 @@ class Orchestrator:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _stack(frames: list[Any]) -> Any:
-    import numpy as np
-
-    return np.stack(frames)
