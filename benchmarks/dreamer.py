@@ -14,12 +14,14 @@ import statistics
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_lab.buffers.stream import BatchStream
 from rl_lab.build import build_buffers, build_optimizers, build_parts, build_workflow
 from rl_lab.compose import compose_config, resolve_config
 from rl_lab.launch.runtime import resolve_device
+from rl_lab.orchestration.act_runner import ActRunner
 from rl_lab.orchestration.hook_runner import HookRunner
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
 from rl_lab.workflows.context import WorkflowContext
@@ -36,6 +38,8 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     parser.add_argument("--batch", default="16x64", help="sequences x steps")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--eager", action="store_true", help="without capture")
+    parser.add_argument("--plain", action="store_true", help="without fused kernels (training.fast_path=off)")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one update")
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     for size in options.size.split(","):
@@ -57,6 +61,7 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     words += [f"algorithm.batch_size={batch_size}", f"algorithm.batch_length={batch_length}"]
     words += ["algorithm.imagination_horizon=15", "algorithm.imagination_last=0"]
+    words += [f"training.fast_path={'off' if options.plain else 'auto'}"]
     words += [f"buffers.replay.capacity={STREAMS * ROWS_PER_STREAM}"]
     config = resolve_config(compose_config(words), spec)
     components, controllers = build_parts(config, spec, device)
@@ -90,6 +95,8 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         update()
     captured = time.perf_counter() - start
     times = [update() for _ in range(options.updates)]
+    if options.profile:
+        print_kernels(update)
     name = f"dreamer/{size}"
     parameters = sum(
         p.numel() for part in (components, *(m for _, m in controllers.modules())) for p in part.parameters()
@@ -98,7 +105,11 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         {"name": f"{name}/update_ms", "value": statistics.median(times), "unit": "ms"},
         {"name": f"{name}/first_update_s", "value": first, "unit": "s"},
         {"name": f"{name}/captured_s", "value": captured, "unit": "s"},
-        {"name": f"{name}/act_16_ms", "value": act_time(workflow, device, options.updates), "unit": "ms"},
+        {
+            "name": f"{name}/act_16_ms",
+            "value": act_time(workflow, device, options.updates, capture=not options.eager),
+            "unit": "ms",
+        },
         {"name": f"{name}/parameters", "value": parameters, "unit": "parameters"},
     ]
     if device.type == "cuda":
@@ -127,20 +138,32 @@ def fill(buffer: Any) -> None:
         buffer.add(row)
 
 
-@torch.no_grad()
-def act_time(workflow: Any, device: torch.device, repeats: int) -> float:
+def act_time(workflow: Any, device: torch.device, repeats: int, *, capture: bool) -> float:
     """Acting for 16 environments, with the copies of observations to the device and actions back."""
-    state = workflow.initial_policy_state(STREAMS)
+    runner = ActRunner(workflow, device=device, capture=capture)
     mode = ActMode(generator=torch.Generator(device).manual_seed(0))
-    images = torch.randint(256, (STREAMS, 3, 64, 64), dtype=torch.uint8)
-    first = torch.zeros(STREAMS, dtype=torch.bool)
-    times = []
-    for _ in range(repeats + 3):
+    obs = {"image": np.random.default_rng(0).integers(0, 256, (STREAMS, 3, 64, 64), dtype=np.uint8)}
+    first = np.zeros(STREAMS, dtype=bool)
+    state, times = None, []
+    for _ in range(repeats + 6):
         begin = time.perf_counter()
-        action, state, _ = workflow.act({"image": images.to(device)}, state, first.to(device), mode)
-        action.cpu()
+        _, state, _, _ = runner(obs, state, first, mode)
         times.append((time.perf_counter() - begin) * 1000)
-    return statistics.median(times[3:])
+    return statistics.median(times[6:])
+
+
+def print_kernels(update: Any) -> None:
+    """Where the device's time goes in one update."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        update()
+    rows = [row for row in recorded.key_averages() if row.self_device_time_total > 0]
+    rows.sort(key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows) / 1000
+    print(f"{sum(row.count for row in rows)} kernels, {total:.2f} ms busy")
+    for row in rows[:45]:
+        print(f"{row.self_device_time_total / 1000:8.3f} ms {row.count:6d} x {row.key[:110]}")
 
 
 def wait(device: torch.device) -> None:

@@ -191,7 +191,11 @@ def build_run(
     steps_itself = type(workflow).collect_step is not WorldModelWorkflow.collect_step
     environment = make_env(**options, seed=derive_seed(seed, "train"), copy=steps_itself)
     collector = Collector(
-        environment, device=device, generator=generators.device("collect"), stopwatch=stopwatch
+        environment,
+        device=device,
+        generator=generators.device("collect"),
+        capture=bool(config.training.capture),
+        stopwatch=stopwatch,
     )
     first_observation = collector.reset()
 

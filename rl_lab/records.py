@@ -258,6 +258,15 @@ class Imagined:
     obs: dict[str, torch.Tensor] | None = None  # decoded observations, where asked for
 
 
+@dataclass
+class Dreamed:
+    """What a world model expects to arrive after one action in each of B dreams."""
+
+    reward: torch.Tensor  # (B,) float32
+    terminated: torch.Tensor  # (B,) float32, probability that the episode ends here
+    obs: dict[str, torch.Tensor] = field(default_factory=dict)  # decoded, as stored; empty without a decoder
+
+
 @dataclass(frozen=True)
 class ActMode:
     """How to choose actions: sampled or best, how much noise, and where randomness comes from."""

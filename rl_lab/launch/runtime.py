@@ -11,6 +11,8 @@ from rl_lab.errors import ConfigError
 
 def resolve_device(name: str) -> torch.device:
     """`auto | cpu | cuda | cuda:N | mps` to a device that exists, or a message that says what does."""
+    if torch.cuda.is_available():
+        torch.backends.cudnn.benchmark = True  # shapes are fixed here: let cuDNN try its convolutions once
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from rl_lab.episode_tracker import EpisodeTracker
+from rl_lab.orchestration.act_runner import ActRunner, Policy
 from rl_lab.records import OBS_PREFIX, ActMode, CollectResult
 from rl_lab.utils.timing import Stopwatch
-
-
-class Policy(Protocol):
-    """What the Collector and the Evaluator need of a workflow."""
-
-    def act(self, obs: Any, policy_state: Any, is_first: Any, mode: ActMode) -> tuple[Any, Any, Any]: ...
-    def initial_policy_state(self, num_envs: int) -> dict[str, torch.Tensor]: ...
 
 
 @dataclass
@@ -47,6 +41,7 @@ class Collector:
         device: torch.device | str,
         generator: torch.Generator | None = None,  # on the device: the policy's sampling noise
         rows_on_host: bool = False,  # the buffer keeps its rows in host memory
+        capture: bool = True,  # replay acting as a CUDA graph, where there is CUDA
         stopwatch: Stopwatch | None = None,
     ) -> None:
         self.environment = environment
@@ -54,6 +49,8 @@ class Collector:
         self.generator = generator
         self.rows_on_host = rows_on_host or self.device.type == "cpu"
         self.stopwatch = stopwatch or Stopwatch()
+        self.capture = capture
+        self._runner: ActRunner | None = None
         self.tracker = EpisodeTracker(environment.num_envs)
         self.policy_state: dict[str, torch.Tensor] | None = None
         self._arrived: Arrived | None = None
@@ -74,20 +71,16 @@ class Collector:
         arrived, self._arrived = self._arrived, None
         assert arrived is not None, "reset() first"
         with self.stopwatch("act"):
-            # Copied here: the arrays are the workers' shared memory, which the next send gives back to them.
-            host_obs = {key: torch.from_numpy(value.copy()) for key, value in arrived.obs.items()}
-            obs = {key: value.to(self.device, non_blocking=True) for key, value in host_obs.items()}
-            is_first = torch.from_numpy(arrived.is_first).to(self.device)
-            if self.policy_state is None:
-                self.policy_state = policy.initial_policy_state(self.environment.num_envs)
             mode = replace(mode, generator=self.generator)
-            action, self.policy_state, extras = policy.act(obs, self.policy_state, is_first, mode)
-            sent = np.array(action.cpu().numpy())  # the one host sync of a vector step
+            sent, self.policy_state, extras, obs = self._acting(policy)(
+                arrived.obs, self.policy_state, arrived.is_first, mode
+            )
+            if self.rows_on_host and self.device.type != "cpu":
+                # Copied: these arrays are the workers' shared memory, which the next send gives back to them.
+                obs = {key: torch.from_numpy(value.copy()) for key, value in arrived.obs.items()}
+            rows: dict[str, Any] = {OBS_PREFIX + key: value for key, value in obs.items()}
         ended = arrived.terminated | arrived.truncated
         sent[ended] = 0  # the action after an episode's last observation is never carried out
-        rows: dict[str, Any] = {
-            OBS_PREFIX + key: value for key, value in (host_obs if self.rows_on_host else obs).items()
-        }
         rows |= {
             "action": sent,
             "reward": arrived.reward,
@@ -101,6 +94,11 @@ class Collector:
         counted = ~arrived.is_first
         episodes = self.tracker.update(arrived.reward, ended, counted, arrived.logs)
         return CollectResult(steps=int(counted.sum()), episodes=episodes, trajectory=rows)
+
+    def _acting(self, policy: Policy) -> ActRunner:
+        if self._runner is None or self._runner.policy is not policy:
+            self._runner = ActRunner(policy, device=self.device, capture=self.capture)
+        return self._runner
 
     def settle(self) -> None:
         """Receive what is in flight and keep it for the next step."""

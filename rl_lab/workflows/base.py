@@ -15,7 +15,7 @@ import torch
 
 from rl_lab.episode_tracker import Episode, EpisodeTracker, return_statistics
 from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, ArraySpec, Batch, BatchSpec, CollectResult, Hook, Imagined
+from rl_lab.records import ActMode, ArraySpec, Batch, BatchSpec, CollectResult, Dreamed, Hook, Imagined
 from rl_lab.workflows.context import WorkflowContext
 
 PhaseConfig = Mapping[str, Any]
@@ -72,7 +72,11 @@ class WorldModelWorkflow(ABC):
         is_first: torch.Tensor,  # (N,) bool
         mode: ActMode,
     ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
-        """Actions for N environments, the policy's next memory, and columns to store with the rows."""
+        """Actions for N environments, the policy's next memory, and columns to store with the rows.
+
+        A policy that remembers its last action keeps it as `action` in its memory: one who acts in its place (play)
+        puts there what was really done.
+        """
         raise NotImplementedError
 
     def initial_policy_state(self, num_envs: int) -> PolicyState:
@@ -99,6 +103,45 @@ class WorldModelWorkflow(ABC):
     def imagine(self, *, horizon: int, **kwargs: Any) -> Imagined:
         """A dream of `horizon` steps."""
         raise NotImplementedError
+
+    # A world model that can be stepped, one action at a time: what play, the dream report and WorldModelEnv use.
+    # A dream's state holds all memory, the policy's included; every tensor in it has the B dreams first.
+
+    def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
+        """Memory after seeing the rows of `batch` (B, T, …) from an episode's start or middle; dreams go on from there.
+
+        The last row's action has not been taken yet and is not read.
+        """
+        raise NotImplementedError
+
+    def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        """The current state decoded: name -> (B, …) as stored. Empty for a model without a decoder."""
+        return {}
+
+    def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
+        """What the agent would do in the dream: (B, …) actions, and the state with the policy's next memory."""
+        raise NotImplementedError
+
+    def dream_step(
+        self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
+    ) -> tuple[PolicyState, Dreamed]:
+        """Take (B, …) actions: the next state and what the model expects to arrive with it."""
+        raise NotImplementedError
+
+    def inspect_policy(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        """What the policy thinks where it stands: name -> (N,), such as `value` and `entropy`. For looking, not learning.
+
+        state: what `act` or `dream_act` returned. Empty for a policy that has nothing to tell.
+        """
+        return {}
+
+    # Steps after which play begins a dream's memory anew from its own frames, where it grows with the dream's length.
+    dream_flush: int | None = None
+
+    @property
+    def can_dream(self) -> bool:
+        """Whether this workflow's model can be stepped."""
+        return type(self).dream_step is not WorldModelWorkflow.dream_step
 
     def report(self, batch: Batch) -> dict[str, Any]:
         """Things to look at: name -> float, image (C, H, W) or video (T, C, H, W), uint8."""

@@ -8,18 +8,31 @@ the original in what replay stores (bfloat16 and class indices) and in never sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from rl_lab.components.nn.categorical import one_hot
+from rl_lab.components.nn.fast_path import fast, fast_path, resolve_fast_path
 from rl_lab.components.nn.guard import NonFiniteGuard
-from rl_lab.components.nn.precision import autocast, resolve_precision
+from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
 from rl_lab.components.nn.training_step import AverageGradients, keep_gradients, optimizer_step
+from rl_lab.components.representation_learners.rssm_dream import dream
 from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, ArraySpec, Batch, BatchSpec, Hook, Imagined, NoiseSpec, UpdateResult
+from rl_lab.records import (
+    ActMode,
+    ArraySpec,
+    Batch,
+    BatchSpec,
+    Dreamed,
+    Hook,
+    Imagined,
+    NoiseSpec,
+    UpdateResult,
+)
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer_losses import (
@@ -49,9 +62,9 @@ class DreamerWorkflow(WorldModelWorkflow):
         self.spec = context.spec
         self.device = torch.device(context.device)
         self.settings = DreamerSettings.from_config(context.config.algorithm)
-        self.autocast = partial(
-            autocast, resolve_precision(str(context.config.training.precision), self.device), self.device
-        )
+        training = context.config.training
+        self.precision = resolve_precision(str(training.precision), self.device)
+        self.fast = resolve_fast_path(training.get("fast_path", "auto"), self.device)
         self.encoder = context.component("encoder", "forward")
         self.rssm = context.component(
             "rssm", "observe", "observe_sequence", "imagine_step", "prior", "feature"
@@ -72,6 +85,12 @@ class DreamerWorkflow(WorldModelWorkflow):
         self.parts = {name: list(module.parameters()) for name, module in modules.items()}
         self.guard = NonFiniteGuard().to(self.device)
         self.average_gradients: AverageGradients = keep_gradients
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """How networks compute here: in which precision, and whether by their fast forms."""
+        with autocast(self.precision, self.device), fast_path(self.fast):
+            yield
 
     # ---------------------------------------------------------------- hooks
 
@@ -136,9 +155,7 @@ class DreamerWorkflow(WorldModelWorkflow):
                 state = {"deter": batch["deter"][:, 0].float(), "stoch": stoch}
             action, is_first = action[:, :-1], is_first[:, 1:]
         else:
-            # Nothing is known of what came before: start each sequence as if it were an episode.
-            action = torch.cat([torch.zeros_like(action[:, :1]), action[:, :-1]], 1)
-            is_first = torch.cat([torch.ones_like(is_first[:, :1]), is_first[:, 1:]], 1)
+            action, is_first = previous_actions(action, is_first)
         states, log_probs = self.rssm.observe_sequence(state, action, self.encoder(obs), is_first, noise)
         return states, log_probs
 
@@ -201,6 +218,9 @@ class DreamerWorkflow(WorldModelWorkflow):
         self, state: State, prior_noise: torch.Tensor, action_noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (N, H+1, F) and actions (N, H, …) of a dream under the current policy; noise is (H, N, …)."""
+        if fast():
+            policy = self.actor.frozen(product_dtype(self.device))
+            return dream(self.rssm, policy, state, prior_noise, action_noise)
         features, actions = [self.rssm.feature(state)], []
         for prior_t, action_t in zip(prior_noise.unbind(0), action_noise.unbind(0)):
             actions.append(self.actor.sample(features[-1], action_t))
@@ -309,6 +329,49 @@ class DreamerWorkflow(WorldModelWorkflow):
             reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
         return Imagined(states, action, reward=reward, cont=cont, obs=decoded)
 
+    @torch.no_grad()
+    def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
+        size, rows = batch.reward.shape
+        noise = torch.rand(size, rows, self.rssm.stoch, generator=generator, device=self.device)
+        action, is_first = previous_actions(batch.action, batch.is_first)
+        with self.autocast():
+            states, _ = self.rssm.observe_sequence(
+                self.rssm.initial_state(size), action, self.encoder(batch.obs), is_first, noise
+            )
+        return {key: value[:, -1] for key, value in states.items()}
+
+    @torch.no_grad()
+    def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        with self.autocast():
+            decoded = self.decoder(state, self.rssm.feature(state))
+            return dict(self.decoder.observations(decoded))
+
+    @torch.no_grad()
+    def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
+        with self.autocast():
+            return self.actor.act(self.rssm.feature(state), mode), state
+
+    @torch.no_grad()
+    def inspect_policy(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        with self.autocast():
+            feature = self.rssm.feature(state)
+            action = self.actor.act(feature, ActMode(sample=False))
+            _, entropy = self.actor.log_prob_and_entropy(feature, action)
+            return {"value": self.critic.value(feature), "entropy": entropy}
+
+    @torch.no_grad()
+    def dream_step(
+        self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
+    ) -> tuple[PolicyState, Dreamed]:
+        noise = torch.rand(len(action), self.rssm.stoch, generator=generator, device=self.device)
+        with self.autocast():
+            state = self.rssm.imagine_step(state, action, noise)
+            feature = self.rssm.feature(state)
+            # The continue head learns the discount with the ends: without it the rest is the chance of going on.
+            alive = self.continue_head.predict(feature) / self.settings.discount
+            reward = self.reward_head.predict(feature)
+        return state, Dreamed(reward, (1.0 - alive).clamp(0.0, 1.0), self.dream_observation(state))
+
     def report(self, batch: Batch) -> dict[str, Any]:
         return open_loop_report(self, batch)
 
@@ -318,3 +381,9 @@ class DreamerWorkflow(WorldModelWorkflow):
     def set_state(self, state: Mapping[str, Any]) -> None:
         if "guard" in state:
             self.guard.load_state_dict(state["guard"])
+
+
+def previous_actions(action: torch.Tensor, is_first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Actions taken *before* each row, (B, T, …); each sequence starts as if it were an episode."""
+    action = torch.cat([torch.zeros_like(action[:, :1]), action[:, :-1]], 1)
+    return action, torch.cat([torch.ones_like(is_first[:, :1]), is_first[:, 1:]], 1)

@@ -57,9 +57,11 @@ def losses(run: Run, hook: str = "update") -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("hook", ["update", "update_world_model", "update_controller"])
-def test_captured_updates_give_the_eager_numbers(hook: str):
-    eager = losses(built("training.precision=float32", "training.capture=false", hook=hook), hook)
-    run = built("training.precision=float32", "training.capture=true", hook=hook)
+@pytest.mark.parametrize("fast_path", ["off", "on"])
+def test_captured_updates_give_the_eager_numbers(hook: str, fast_path: str):
+    words = ["training.precision=float32", f"training.fast_path={fast_path}"]
+    eager = losses(built(*words, "training.capture=false", hook=hook), hook)
+    run = built(*words, "training.capture=true", hook=hook)
     captured = losses(run, hook)
     assert run.orchestrator.runners[hook].capture.captured
     assert len(eager) == len(captured) == 8
@@ -75,24 +77,62 @@ def test_captured_updates_give_the_eager_numbers(hook: str):
     print(f"{hook}: largest relative difference over 8 updates {worst:.1e}")
 
 
-def test_bfloat16_stays_near_float32():
-    found = []
-    for precision in ("float32", "bfloat16"):
-        run = built(f"training.precision={precision}", "training.capture=false", "size=1m")
-        run.workflow.optimizers = [
-            SimpleNamespace(step=lambda: None, param_groups=[], zero_grad=lambda **k: None)
-        ]
-        orchestrator = run.orchestrator
-        while (action := orchestrator.scheduler.next_action()) == "collect":
-            orchestrator.do(action, orchestrator.scheduler.current_phase())
+IMAGES = ("environment=dummy_dict", "components/encoder=dict", "size=1m")
+
+
+def one_update(*words: str, hook: str = "update") -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Metrics of one update whose optimizer does nothing, and the gradients by part."""
+    run = built("training.capture=false", *words, hook=hook)
+    run.workflow.optimizers = [
+        SimpleNamespace(step=lambda: None, param_groups=[], zero_grad=lambda **k: None)
+    ]
+    orchestrator = run.orchestrator
+    while (action := orchestrator.scheduler.next_action()) == "collect":
         orchestrator.do(action, orchestrator.scheduler.current_phase())
-        metrics = orchestrator.runners["update"].meter.drain()
-        parts = [*run.context.components.parameters()]
-        for _, module in run.context.controller_manager.modules():
-            parts += list(module.parameters())
-        gradient = torch.cat([p.grad.float().flatten() for p in parts if p.grad is not None])
-        found.append((metrics["loss"], gradient))
+    orchestrator.do(action, orchestrator.scheduler.current_phase())
+    metrics = orchestrator.runners[hook].meter.drain()
+    gradients = {
+        name: torch.cat([p.grad.float().flatten() for p in parameters if p.grad is not None])
+        for name, parameters in run.workflow.parts.items()
+    }
+    run.close()
+    return metrics, gradients
+
+
+@pytest.mark.parametrize("words", [("size=1m",), IMAGES], ids=["vector", "images"])
+def test_the_fast_path_gives_the_plain_numbers(words: tuple[str, ...]):
+    plain, gradients = one_update("training.precision=float32", "training.fast_path=off", *words)
+    quick, fast_gradients = one_update("training.precision=float32", "training.fast_path=on", *words)
+    for key, value in plain.items():
+        assert quick[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+    for name, gradient in gradients.items():
+        error = (fast_gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-3, f"{name}: {float(error)}"
+
+
+@pytest.mark.parametrize("fast_path", ["off", "on"])
+@pytest.mark.parametrize("words", [("size=1m",), IMAGES], ids=["vector", "images"])
+def test_bfloat16_stays_near_float32(words: tuple[str, ...], fast_path: str):
+    exact, gradients = one_update("training.precision=float32", "training.fast_path=off", *words)
+    rough, low = one_update("training.precision=bfloat16", f"training.fast_path={fast_path}", *words)
+    assert abs(exact["loss"] - rough["loss"]) / abs(exact["loss"]) < 0.01
+    everything = [torch.cat(list(found.values())) for found in (gradients, low)]
+    assert torch.nn.functional.cosine_similarity(*everything, dim=0) > 0.99
+    cosines = {
+        name: float(torch.nn.functional.cosine_similarity(gradients[name], low[name], dim=0))
+        for name in gradients
+    }
+    print(cosines)
+
+
+def test_captured_acting_gives_the_eager_actions():
+    actions = []
+    for capture in (False, True):
+        run = built(f"training.capture={str(capture).lower()}", "training.precision=float32")
+        sent = []
+        for _ in range(20):
+            result = run.workflow.collect_step(0, phase={})
+            sent.append(torch.as_tensor(result.trajectory["action"]).clone())
+        actions.append(torch.stack(sent))
         run.close()
-    (loss, gradient), (loss_low, gradient_low) = found
-    assert abs(loss - loss_low) / abs(loss) < 0.01
-    assert torch.nn.functional.cosine_similarity(gradient, gradient_low, dim=0) > 0.99
+    assert torch.equal(*actions)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
+from rl_lab.components.nn.frozen_mlp import FrozenMLP
 from rl_lab.components.nn.heads import TwoHotHead
 from rl_lab.components.nn.mlp import MLP
 from rl_lab.components.nn.policies import make_policy
@@ -48,6 +51,11 @@ class DreamerActorController(nn.Module):
     def sample(self, feature: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """feature: (…, features), noise: (…, k) as `noise_spec` says -> action as stored."""
         return self.policy.sample(self.mlp(feature), noise)
+
+    def frozen(self, dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """`sample` with the weights of this moment, for many steps without gradient."""
+        mlp = FrozenMLP(self.mlp, dtype)
+        return lambda feature, noise: self.policy.sample(mlp(feature), noise)
 
     def log_prob_and_entropy(
         self, feature: torch.Tensor, action: torch.Tensor

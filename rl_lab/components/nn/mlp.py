@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.kernels.norm_silu import norm_silu
 from rl_lab.components.nn.linear import Linear
 from rl_lab.components.nn.norm import RMSNorm
 
@@ -20,13 +23,13 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         widths = [inputs] + [units] * layers
-        self.linears = nn.ModuleList(Linear(a, b) for a, b in itertools.pairwise(widths))
-        self.norms = nn.ModuleList(RMSNorm(units) for _ in range(layers))
+        self.linears: Any = nn.ModuleList(Linear(a, b) for a, b in itertools.pairwise(widths))
+        self.norms: Any = nn.ModuleList(RMSNorm(units) for _ in range(layers))
         self.out = Linear(widths[-1], outputs, scale=out_scale) if outputs is not None else None
         self.out_features = outputs if outputs is not None else widths[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, inputs) -> (…, outputs), or (…, units) without `outputs`."""
         for linear, norm in zip(self.linears, self.norms):
-            x = F.silu(norm(linear(x)))
+            x = norm_silu(linear(x), norm.weight, norm.eps) if fast() else F.silu(norm(linear(x)))
         return x if self.out is None else self.out(x)

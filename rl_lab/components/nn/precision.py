@@ -28,3 +28,9 @@ def autocast(dtype: torch.dtype, device: torch.device | str) -> AbstractContextM
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, dtype=dtype)
+
+
+def product_dtype(device: torch.device | str) -> torch.dtype:
+    """What matrix products compute in here: autocast's dtype, or float32."""
+    kind = torch.device(device).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from rl_lab.components.nn.conv import Conv, ConvUp, norm_act, upsample
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.folded_conv import decode_folded
+from rl_lab.components.nn.kernels.norm_silu import norm_silu
 from rl_lab.components.nn.linear import BlockLinear
 from rl_lab.components.nn.mlp import MLP
 from rl_lab.components.nn.norm import RMSNorm
@@ -55,10 +58,15 @@ class ImageDecoder(nn.Module):
         grouped = self.from_deter(deter.unflatten(-1, (self.blocks, -1)))
         seed = grouped.unflatten(-1, (h, w, -1)).permute(0, 2, 3, 1, 4).flatten(-2)
         seed = seed + self.from_stoch(stoch).unflatten(-1, (h, w, -1))
-        x = norm_act(self.norm, seed.permute(0, 3, 1, 2))
-        for up in self.ups:
-            x = up(x)
-        x = torch.sigmoid(self.out(upsample(x)).float())
+        if fast():
+            x = norm_silu(seed, self.norm.weight, self.norm.eps)
+            raw = decode_folded(list(self.ups), self.out, x).permute(0, 3, 1, 2)
+        else:
+            x = norm_act(self.norm, seed.permute(0, 3, 1, 2))
+            for up in self.ups:
+                x = up(x)
+            raw = self.out(upsample(x))
+        x = torch.sigmoid(raw.float())
         return dict(zip(self.keys, x.unflatten(0, batch).split(self.channels, -3)))
 
     def losses(

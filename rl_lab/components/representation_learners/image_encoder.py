@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from rl_lab.components.nn.conv import ConvDown
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.folded_conv import encode_folded
 from rl_lab.components.representation_learners.observations import image_keys, image_shape, join_images
 from rl_lab.records import Spec
 
@@ -36,6 +38,8 @@ class ImageEncoder(nn.Module):
         image = join_images(obs, self.keys)
         batch = image.shape[:-3]
         x = image.flatten(0, -4) if len(batch) else image.unsqueeze(0)
+        if fast():
+            return encode_folded(list(self.blocks), x).reshape(*batch, self.embed_dim)
         x = (x.float() / 255.0 - 0.5).contiguous(memory_format=torch.channels_last)
         for block in self.blocks:
             x = block(x)

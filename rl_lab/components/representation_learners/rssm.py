@@ -14,10 +14,12 @@ from torch import nn
 from rl_lab.components.nn.action_encoder import ActionEncoder
 from rl_lab.components.nn.block_gru import BlockGRU
 from rl_lab.components.nn.categorical import straight_through, unimix_probs
+from rl_lab.components.nn.fast_path import fast
 from rl_lab.components.nn.linear import Linear
 from rl_lab.components.nn.mlp import MLP
 from rl_lab.components.nn.norm import RMSNorm
 from rl_lab.components.representation_learners.dict_encoder import dict_embed_dim
+from rl_lab.components.representation_learners.rssm_scan import scan_posterior
 from rl_lab.records import Spec
 
 State = dict[str, torch.Tensor]
@@ -98,6 +100,9 @@ class RSSM(nn.Module):
         actions = self.action_in(self.action_encoder(action) * keep)
         from_deter, from_embed = self.posterior_in.weight.split([self.deter, self.embed_dim], 1)
         embeds = F.linear(embed, from_embed, self.posterior_in.bias)
+        if fast():
+            deter, stoch, prob = scan_posterior(self, state, keep.squeeze(-1), actions, embeds, noise)
+            return {"deter": deter, "stoch": stoch}, prob.log()
         from_deter = from_deter.t()
 
         deter, stoch = state["deter"], state["stoch"].flatten(-2)

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import torch
 
+from rl_lab.components.nn.kernels.recurrence import reverse_recurrence
+
 
 class TDLambdaReturns:
     """R[t] = r[t+1] + cont[t+1] · ((1 − λ) · value[t+1] + λ · R[t+1])."""
@@ -37,9 +39,4 @@ class TDLambdaReturns:
         # All that does not recur, at once; one multiply-add per step remains.
         gain = cont * self.lam if last is None else cont * self.lam * (~last[:, 1:])
         base = reward + (cont - gain) * value[:, 1:]
-        result = value[:, -1]
-        results = []
-        for base_t, gain_t in zip(reversed(base.unbind(1)), reversed(gain.unbind(1))):
-            result = torch.addcmul(base_t, gain_t, result)
-            results.append(result)
-        return torch.stack(results[::-1], 1)
+        return reverse_recurrence(base, gain, value[:, -1])

@@ -1,0 +1,118 @@
+"""The fast forms give the plain forms' numbers: here with the kernels' torch definitions, on a GPU with the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dreamer_case import CONTINUOUS, MULTI, PARTS, image_spec, make_batch, make_dreamer, run_hook, vector_spec
+
+from rl_lab.components.nn import folded_conv
+from rl_lab.components.nn.fast_path import fast, fast_path, resolve_fast_path
+from rl_lab.components.nn.folded_conv import convolve, fold_weight, upsample_weight
+from rl_lab.components.nn.kernels.images import fold, unfold
+from rl_lab.components.nn.kernels.recurrence import reverse_recurrence
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, ArraySpec, Spec
+
+
+def jittered(workflow):
+    """Norm scales and biases away from their initial 1 and 0, so that a mistake in them shows."""
+    generator = torch.Generator().manual_seed(3)
+    for name in PARTS:
+        for parameter in getattr(workflow, name).parameters():
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return workflow
+
+
+def both(spec: Spec) -> Spec:
+    return Spec("both", {**image_spec().observations, "vector": ArraySpec((4,), "float32")}, spec.action)
+
+
+@pytest.mark.parametrize("hook", ["update", "update_world_model", "update_controller"])
+@pytest.mark.parametrize(
+    "spec", [vector_spec(), vector_spec(CONTINUOUS), image_spec(action=MULTI), both(vector_spec())]
+)
+def test_a_fast_update_gives_the_plain_numbers(spec: Spec, hook: str):
+    results = {}
+    for choice in ("off", "on"):
+        workflow = jittered(make_dreamer(spec, training__fast_path=choice))
+        assert workflow.fast == (choice == "on")
+        update = run_hook(workflow, hook)
+        gradients = {
+            f"{name}.{key}": parameter.grad
+            for name in PARTS
+            for key, parameter in getattr(workflow, name).named_parameters()
+            if parameter.grad is not None
+        }
+        results[choice] = update.metrics, gradients, update.write_back
+    plain, quick = results["off"], results["on"]
+    assert plain[0].keys() == quick[0].keys() and plain[1].keys() == quick[1].keys()
+    for name, value in plain[0].items():
+        assert float(quick[0][name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+    for name, gradient in plain[1].items():
+        error = (quick[1][name] - gradient).norm() / gradient.norm().clamp(min=1e-4)
+        assert error < 1e-4, f"{name}: {error}"
+    if plain[2] is not None:
+        assert torch.equal(quick[2]["stoch"], plain[2]["stoch"])
+        assert torch.allclose(quick[2]["deter"].float(), plain[2]["deter"].float(), atol=1e-2)
+
+
+def test_acting_and_dreaming_are_the_same_either_way():
+    results = []
+    for choice in ("off", "on"):
+        workflow = jittered(make_dreamer(image_spec(), training__fast_path=choice))
+        batch = make_batch(workflow)
+        obs = {"image": batch.obs["image"][:, 0]}
+        mode = ActMode(generator=torch.Generator().manual_seed(1))
+        action, state, _ = workflow.act(
+            obs, workflow.initial_policy_state(2), torch.tensor([True, False]), mode
+        )
+        dream = workflow.imagine(
+            horizon=4, batch=batch, decode=True, generator=torch.Generator().manual_seed(2)
+        )
+        results.append((action, state["deter"], dream.action, dream.reward, dream.obs["image"] / 2.55e6))
+    for plain, quick in zip(*results):
+        assert torch.allclose(plain.float(), quick.float(), atol=1e-4)
+
+
+def test_folding_is_exact_and_reversible():
+    x = torch.randn(2, 4, 6, 3)
+    assert torch.equal(unfold(fold(x)), x)
+    weight = torch.randn(5, 3, 5, 5)
+    plain = convolve(x, weight)
+    assert torch.allclose(unfold(convolve(fold(x), fold_weight(weight))), plain, atol=1e-4)
+    upsampled = x.repeat_interleave(2, 1).repeat_interleave(2, 2)
+    assert torch.allclose(
+        unfold(convolve(x, upsample_weight(weight))), convolve(upsampled, weight), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("limit", [0, 5])
+def test_wide_layers_are_not_folded(monkeypatch, limit: int):
+    workflow = jittered(make_dreamer(image_spec(), training__fast_path="on"))
+    obs = make_batch(workflow).obs
+    with fast_path():
+        folded = workflow.encoder(obs)
+        monkeypatch.setattr(folded_conv, "FOLD_UP_TO", limit)
+        assert torch.allclose(workflow.encoder(obs), folded, atol=1e-4)
+    assert torch.allclose(workflow.encoder(obs), folded, atol=1e-4)
+
+
+def test_reverse_recurrence_by_hand():
+    base, gain = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.5, 2.0]])
+    # y2 = 3 + 2·10 = 23, y1 = 2 + 0.5·23 = 13.5, y0 = 1 + 0.5·13.5 = 7.75
+    assert reverse_recurrence(base, gain, torch.tensor([10.0])).tolist() == [[7.75, 13.5, 23.0]]
+
+
+def test_the_switch():
+    assert not fast()
+    with fast_path():
+        assert fast()
+        with fast_path(False):
+            assert not fast()
+        assert fast()
+    assert not fast()
+    assert resolve_fast_path("on", "cpu") and not resolve_fast_path("auto", "cpu")
+    assert not resolve_fast_path(False, "cpu") and resolve_fast_path(True, "cpu")
+    with pytest.raises(ConfigError, match="auto, on, off"):
+        resolve_fast_path("maybe", "cpu")
