@@ -91,7 +91,8 @@ class Capture:
             self._result = self.function(*arguments)
         self._graph = graph
         Capture._pooled.add(graph)
-        self.graph_bytes = torch.cuda.memory_reserved(self.device) - before
+        # Recording may first give unused blocks back, so this can only be a lower bound.
+        self.graph_bytes = max(0, torch.cuda.memory_reserved(self.device) - before)
         self._arguments = tuple(id(argument) for argument in arguments)
 
     def _check_same(self, arguments: tuple[Any, ...]) -> None:

@@ -45,6 +45,8 @@ class LaProp(torch.optim.Optimizer):
             "agc": agc,
             "agc_floor": agc_floor,
             "warmup": warmup,
+            # torch then brings loaded step counts to the parameter's device, as a captured step needs them
+            "capturable": True,
         }
         super().__init__(params, defaults)
 
