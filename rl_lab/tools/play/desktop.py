@@ -1,0 +1,138 @@
+"""A window on a session: pygame, one thread. F1 shows the keys, Escape leaves."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from rl_lab.errors import LabError, MissingPackageError
+from rl_lab.tools.play.commands import Command
+from rl_lab.tools.play.keys import control_legend, normalise
+from rl_lab.tools.play.session import PlaySession
+
+LINE = 30  # pixels of the status line
+NAMES = {
+    **{"left": "ArrowLeft", "right": "ArrowRight", "up": "ArrowUp", "down": "ArrowDown", "space": " "},
+    **{"return": "Enter", "enter": "Enter", "tab": "Tab", "page up": "PageUp", "page down": "PageDown"},
+}
+LONGEST_NAP = 0.02  # seconds between two looks at the keyboard
+
+
+class Window:
+    """Draws a session and hands it the keys."""
+
+    def __init__(self, session: PlaySession, title: str) -> None:
+        try:
+            import pygame
+        except ModuleNotFoundError as error:
+            raise MissingPackageError(
+                'the window needs pygame: pip install "rl-lab[play]" (or use --web or --video)'
+            ) from error
+        self.pygame: Any = pygame
+        self.session = session
+        self.help = False
+        self.open = True
+        try:
+            pygame.display.init()
+            pygame.font.init()
+            height, width = session.frame().shape[:2]
+            self.screen = pygame.display.set_mode((max(width, 480), height + LINE), pygame.RESIZABLE)
+        except pygame.error as error:
+            raise LabError(f"no window can be opened ({error}): use --web, or --video") from error
+        pygame.display.set_caption(title)
+        self.font = pygame.font.Font(None, 22)
+
+    def run(self) -> None:
+        """Until it is closed."""
+        self.draw()
+        while self.open:
+            heard = self.listen()
+            stepped = self.session.wait_seconds() <= 0.0 and self.session.advance()
+            if heard or stepped:
+                self.draw()
+            time.sleep(min(self.session.wait_seconds(), LONGEST_NAP))
+
+    def listen(self) -> bool:
+        """Pass on what was pressed; whether there was anything."""
+        pygame, session = self.pygame, self.session
+        events = pygame.event.get()
+        for event in events:
+            if event.type == pygame.QUIT or (event.type == pygame.KEYDOWN and event.key == pygame.K_ESCAPE):
+                self.open = False
+            elif event.type == pygame.KEYDOWN and event.key == pygame.K_F1:
+                self.help = not self.help
+            elif event.type == pygame.KEYDOWN:
+                session.do(Command("key_down", self._name(event.key)))
+            elif event.type == pygame.KEYUP:
+                session.do(Command("key_up", self._name(event.key)))
+            elif event.type == getattr(pygame, "WINDOWFOCUSLOST", None):
+                session.do(Command("release"))
+        return bool(events)
+
+    def draw(self) -> None:
+        pygame, screen = self.pygame, self.screen
+        screen.fill((13, 17, 23))
+        width, height = screen.get_size()
+        self._paste(self.session.frame(), width, height - LINE)
+        screen.blit(self.font.render(self._line(), True, (139, 151, 171)), (10, height - LINE + 7))
+        if self.help:
+            self._draw_help()
+        pygame.display.flip()
+
+    def close(self) -> None:
+        self.pygame.display.quit()
+
+    def _name(self, key: int) -> str:
+        name = self.pygame.key.name(key)
+        return normalise(NAMES.get(name, name))
+
+    def _paste(self, frame: np.ndarray, width: int, height: int) -> None:
+        """As large as fits, in the middle."""
+        surface = self.pygame.surfarray.make_surface(np.ascontiguousarray(frame.swapaxes(0, 1)))
+        scale = min(width / frame.shape[1], height / frame.shape[0])
+        size = max(1, int(frame.shape[1] * scale)), max(1, int(frame.shape[0] * scale))
+        if size != surface.get_size():
+            surface = self.pygame.transform.scale(surface, size)
+        self.screen.blit(surface, ((width - size[0]) // 2, (height - size[1]) // 2))
+
+    def _line(self) -> str:
+        status = self.session.status()
+        who = "you" if status["control"] == "human" else "agent"
+        where = {"both": "side by side"}.get(status["mode"], status["mode"])
+        parts = [f"{who} · {where}", f"{status['speed']:.3g}/s"]
+        parts += ["paused"] if status["paused"] else []
+        parts += ["REC"] if status["recording"] else []
+        if status["asking"]:
+            parts.append("keep this episode? Y / N")
+        elif status["message"]:
+            parts.append(status["message"])
+        return "   ".join([*parts, "F1 keys"])
+
+    def _draw_help(self) -> None:
+        rows = [
+            *self.session.keymap.legend,
+            *control_legend(self.session.mode),
+            ("F1", "these keys"),
+            ("Esc", "leave"),
+        ]
+        shade = self.pygame.Surface(self.screen.get_size(), self.pygame.SRCALPHA)
+        shade.fill((5, 7, 11, 225))
+        self.screen.blit(shade, (0, 0))
+        for index, (keys, text) in enumerate(rows):
+            column, row = divmod(index, 14)
+            x, y = 20 + 330 * column, 16 + 23 * row
+            # pygame's own font has no arrows
+            plain = keys.translate(str.maketrans("←→↑↓…", "<>^v-"))
+            self.screen.blit(self.font.render(plain, True, (232, 237, 245)), (x, y))
+            self.screen.blit(self.font.render(text, True, (139, 151, 171)), (x + 110, y))
+
+
+def run_window(session: PlaySession, title: str) -> int:
+    window = Window(session, title)
+    try:
+        window.run()
+    finally:
+        window.close()
+    return 0

@@ -1,0 +1,177 @@
+"""The page, its WebSocket and its downloads: Starlette on uvicorn. Who may come in is in tools/web_access.py."""
+
+from __future__ import annotations
+
+import contextlib
+import socket as sockets
+from collections.abc import AsyncIterator, Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from rl_lab.errors import LabError, MissingPackageError
+from rl_lab.run_folder import RunFolder
+from rl_lab.tools.play.keys import CONTROLS, REPLAY_CONTROLS, control_legend, show
+from rl_lab.tools.play.session import PlaySession
+from rl_lab.tools.web_access import WebAccess
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
+    from starlette.routing import Route, WebSocketRoute
+    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.websockets import WebSocket
+
+    from rl_lab.tools.play.hub import Hub
+except ModuleNotFoundError as error:
+    raise MissingPackageError(
+        f"--web needs the package '{error.name}': pip install \"rl-lab[play]\""
+    ) from error
+
+DOWNLOADS = {".mp4": "video/mp4", ".gif": "image/gif", ".npz": "application/octet-stream"}
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src 'self' blob: data:; "
+    "connect-src 'self' ws: wss:; media-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Gate:
+    """Answers nothing, neither page nor WebSocket, to those whom the access rule refuses."""
+
+    def __init__(self, app: ASGIApp, access: WebAccess) -> None:
+        self.app = app
+        self.access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and not self._allowed(scope):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            else:
+                text = "This address needs its token: open the link that rl-lab play printed.\n"
+                await PlainTextResponse(text, status_code=403)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        tokens = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [])
+        client = scope.get("client")
+        return self.access.allowed(headers, tokens[0] if tokens else None, client[0] if client else "")
+
+
+def make_app(session: PlaySession, about: dict[str, str], media: Path, access: WebAccess) -> ASGIApp:
+    """The application, behind its gate."""
+    hub = Hub(session, {**about, **legend(session)})
+    recordings = media / "recordings"
+    html = files("rl_lab.tools.play").joinpath("page.html").read_text(encoding="utf-8")
+    safe = {
+        "Content-Security-Policy": POLICY,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+    async def page(request: Request) -> HTMLResponse:
+        return HTMLResponse(html, headers={**safe, "Cache-Control": "no-store"})
+
+    async def listing(request: Request) -> JSONResponse:
+        found = sorted(_recordings(recordings), key=lambda file: file.stat().st_mtime, reverse=True)[:50]
+        return JSONResponse(
+            [{"name": file.name, "bytes": file.stat().st_size} for file in found], headers=safe
+        )
+
+    async def download(request: Request) -> FileResponse | PlainTextResponse:
+        # Looked up among what is there, so that no name can lead out of the folder.
+        found = {file.name: file for file in _recordings(recordings)}.get(request.path_params["name"])
+        if found is None:
+            return PlainTextResponse("no such recording\n", status_code=404)
+        return FileResponse(found, media_type=DOWNLOADS[found.suffix], filename=found.name, headers=safe)
+
+    async def live(socket: WebSocket) -> None:
+        await hub.serve(socket)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        hub.start()
+        try:
+            yield
+        finally:
+            await hub.stop()
+
+    routes = [
+        Route("/", page),
+        Route("/recordings", listing),
+        Route("/recordings/{name}", download),
+        WebSocketRoute("/live", live),
+    ]
+    return Gate(Starlette(routes=routes, lifespan=lifespan), access)
+
+
+def legend(session: PlaySession) -> dict[str, Any]:
+    """Keys as the page shows them."""
+    return {
+        "keys": session.keymap.legend,
+        "action_keys": sorted(session.keymap.known()),
+        "controls": control_legend(),
+        "control_keys": sorted(CONTROLS),
+        "replay": [[show(key), text] for key, (_, _, text) in REPLAY_CONTROLS.items()],
+        "replay_keys": sorted(REPLAY_CONTROLS),
+    }
+
+
+def serve(
+    session: PlaySession,
+    about: dict[str, str],
+    folder: RunFolder,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8765,
+    token: str | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Serve until Ctrl-C."""
+    access = WebAccess(host, token)
+    listener = bind(host, port)
+    say(f"play in a browser: {access.url(listener.getsockname()[1])}")
+    if access.loopback:
+        say("only this machine can open it; from another one: ssh -L PORT:localhost:PORT, or --host 0.0.0.0")
+    server = make_server(make_app(session, about, folder.media, access))
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+    return 0
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        log_level="error",
+        ws="auto",
+        ws_max_size=64 * 1024,
+        ws_per_message_deflate=False,  # pictures do not shrink any more
+        ws_ping_interval=10.0,
+        ws_ping_timeout=20.0,  # a page that went away without a word is freed after this
+        timeout_graceful_shutdown=2,
+        server_header=False,
+    )
+    return uvicorn.Server(config)
+
+
+def bind(host: str, port: int) -> sockets.socket:
+    """A listening socket; LabError where the address cannot be had."""
+    try:
+        family = sockets.getaddrinfo(host or "0.0.0.0", port, type=sockets.SOCK_STREAM)[0][0]
+        listener = sockets.socket(family, sockets.SOCK_STREAM)
+        listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(
+            128
+        )  # from now on: whoever opens the printed address waits a moment, and is not refused
+    except (OSError, OverflowError) as error:
+        raise LabError(f"cannot serve on {host}:{port}: {error}; --port 0 takes a free port") from error
+    return listener
+
+
+def _recordings(folder: Path) -> list[Path]:
+    return [file for file in folder.glob("*") if file.suffix in DOWNLOADS and not file.name.startswith(".")]

@@ -1,0 +1,87 @@
+"""Sessions on a model that counts, and one small run that was really trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from counting_model import SPEC, CountingEnv, CountingModel
+
+import rl_lab
+from rl_lab.environments.dreams import Dreams
+from rl_lab.tools.play.keys import DiscreteKeys
+from rl_lab.tools.play.session import Options, PlaySession
+from rl_lab.tools.play.source_both import BothSource
+from rl_lab.tools.play.source_dream import DreamSource
+from rl_lab.tools.play.source_episodes import EpisodesSource
+from rl_lab.tools.play.source_real import RealSource
+
+KEYS = {"ArrowDown": 0, "ArrowRight": 1, "ArrowUp": 2}
+
+
+class Clock:
+    """Time that moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make_session(tmp_path: Path, clock: Clock) -> Callable[..., PlaySession]:
+    """make_session(mode=…, control=…, …) -> a session on the counting model; `rest=True` has a key for doing nothing."""
+
+    def make(
+        *,
+        model: CountingModel | None = None,
+        last: int = 12,
+        rest: bool = False,
+        real_time: bool = False,
+        ends: Any = "sample",
+        **options: Any,
+    ) -> PlaySession:
+        model = model or CountingModel()
+        device = torch.device("cpu")
+        real = RealSource(model, CountingEnv(last), device=device, context=4, seed=7)
+        dreams = Dreams(model, SPEC, ends=ends)
+        import numpy as np
+
+        return PlaySession(
+            SPEC,
+            DiscreteKeys(KEYS, ("stay", "one", "two"), rest=np.asarray(0) if rest else None),
+            tmp_path / "media" / "recordings",
+            real=real,
+            dream=DreamSource(dreams, lambda: real.warm_up(4)),
+            both=BothSource(real, Dreams(model, SPEC, ends=None), horizon=5),
+            episodes=lambda: EpisodesSource(tmp_path / "media", SPEC),
+            options=Options(**options),
+            **({} if real_time else {"clock": clock}),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a picture model of 64×64, trained for a few steps: what it dreams is fog, and it is all there."""
+    folder = tmp_path_factory.mktemp("play") / "outputs" / "2026-11-15" / "12-00-00"
+    words = [
+        "components/encoder@components.encoder=dict",
+        "environment=minigrid",
+        "environment.task=Empty-5x5",
+    ]
+    words += ["environment.observe=rgb_full", "environment.time_limit=12", "debug=tiny"]
+    words += ["training.total_timesteps=40", "training.evaluate.every_env_steps=null"]
+    words += ["training.report.every_env_steps=null", "training.checkpoint.every_env_steps=40"]
+    words += ["buffers.replay.capacity=400", "logging.tensorboard=false", "logging.progress=off"]
+    return rl_lab.train(None, [*words, f"run_dir={folder}"], say=lambda text: None).path

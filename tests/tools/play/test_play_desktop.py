@@ -1,0 +1,122 @@
+"""The window: with SDL's dummy driver everywhere, and under a virtual display where Xvfb is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_lab.tools.play.session import PlaySession
+
+pygame = pytest.importorskip("pygame")
+
+
+def post(kind: int, key: int) -> None:
+    pygame.event.post(pygame.event.Event(kind, key=key))
+
+
+def tap(key: int) -> None:
+    post(pygame.KEYDOWN, key)
+    post(pygame.KEYUP, key)
+
+
+def test_window_draws_and_passes_on_keys(make_session: Callable[..., PlaySession], monkeypatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    from rl_lab.tools.play.desktop import Window
+
+    session = make_session(mode="dream", control="human", header=True, ends=None)
+    window = Window(session, "test")
+    try:
+        pygame.event.clear()
+        for _ in range(50):
+            tap(pygame.K_RIGHT)
+        window.listen()
+        assert session.step == 50
+        tap(pygame.K_v)
+        tap(pygame.K_COMMA)
+        tap(pygame.K_m)
+        window.listen()
+        assert session.mode == "both" and session.control == "agent" and session.status()["recording"]
+        session.advance()
+        window.draw()
+        picture = pygame.surfarray.array3d(window.screen)
+        assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 20  # text, panels, ground
+        tap(pygame.K_F1)
+        tap(pygame.K_COMMA)
+        window.listen()
+        window.draw()
+        assert window.help and len(session.keeping.files) == 2
+        tap(pygame.K_ESCAPE)
+        window.run()
+        assert not window.open
+    finally:
+        window.close()
+
+
+SCRIPT = """
+import sys, threading, time
+import pygame
+from rl_lab.cli import main
+from rl_lab.tools.play import desktop
+
+def type_keys(window):
+    def tap(key):
+        for kind in (pygame.KEYDOWN, pygame.KEYUP):
+            pygame.event.post(pygame.event.Event(kind, key=key))
+    for _ in range(10):
+        tap(pygame.K_RIGHT)
+        time.sleep(0.05)
+    while window.session.step < 10:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    pygame.image.save(window.screen, sys.argv[2])
+    print("driver", pygame.display.get_driver(), "steps", window.session.step)
+    tap(pygame.K_ESCAPE)
+
+run = desktop.Window.run
+def watched(window):
+    threading.Thread(target=type_keys, args=(window,), daemon=True).start()
+    run(window)
+desktop.Window.run = watched
+sys.exit(main(["play", sys.argv[1], "-w", "-r", "--header", "--ends", "never", "--seed", "1"]))
+"""
+
+
+def test_window_under_a_virtual_display(trained: Path, tmp_path: Path):
+    xvfb = shutil.which("Xvfb")
+    if xvfb is None:
+        pytest.skip("not run: needs Xvfb (apt-get install xvfb)")
+    reader, writer = os.pipe()
+    display = subprocess.Popen(
+        [xvfb, "-displayfd", str(writer), "-screen", "0", "1280x800x24", "-nolisten", "tcp"],
+        pass_fds=(writer,),
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as number:
+            name = f":{number.readline().strip()}"
+        picture = tmp_path / "window.png"
+        environment = {**os.environ, "DISPLAY": name, "SDL_VIDEODRIVER": "x11"}
+        result = subprocess.run(
+            [sys.executable, "-c", SCRIPT, os.environ.get("RL_LAB_PLAY_RUN", str(trained)), str(picture)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "driver x11 steps 10" in result.stdout
+        shown = pygame.surfarray.array3d(pygame.image.load(str(picture)))
+        assert shown.shape[0] >= 480 and len(np.unique(shown.reshape(-1, 3), axis=0)) > 50
+        if folder := os.environ.get("RL_LAB_PICTURES"):
+            shutil.copy(picture, Path(folder) / "play_window.png")
+    finally:
+        display.terminate()
+        display.wait()

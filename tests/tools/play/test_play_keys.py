@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rl_lab.records import ActionSpec, ArraySpec, Spec
+from rl_lab.tools.play.keyboard import REPEAT_AFTER, Keyboard
+from rl_lab.tools.play.keys import CONTROLS, REPLAY_CONTROLS, control_legend, generic_keys, normalise
+from rl_lab.tools.play.keys_suites import CRAFTER_ACTIONS, MINIGRID_ACTIONS, StickKeys, keymap_for, stick_name
+
+
+def spec(name: str, action: ActionSpec) -> Spec:
+    return Spec(name, {"image": ArraySpec((3, 64, 64), "uint8")}, action)
+
+
+def discrete(count: int) -> ActionSpec:
+    return ActionSpec("discrete", (), (count,))
+
+
+def continuous(*bounds: tuple[float, float]) -> ActionSpec:
+    low, high = zip(*bounds)
+    return ActionSpec("continuous", (len(bounds),), low=low, high=high)
+
+
+BREAKOUT = ("NOOP", "FIRE", "RIGHT", "LEFT")
+FULL = tuple(stick_name(x, y, f) for f in (False, True) for y in (0, 1, -1) for x in (0, 1, -1))
+
+
+@pytest.mark.parametrize(
+    ("held", "name"),
+    [
+        ("", "NOOP"),
+        ("w", "UP"),
+        ("wd", "UPRIGHT"),
+        ("wd ", "UPRIGHTFIRE"),
+        (" ", "FIRE"),
+        ("t", "UPRIGHT"),
+        ("r", "UPLEFT"),
+        ("g", "DOWNRIGHT"),
+        ("f", "DOWNLEFT"),
+        ("u", "UPRIGHTFIRE"),
+        ("y", "UPLEFTFIRE"),
+        ("j", "DOWNRIGHTFIRE"),
+        ("h", "DOWNLEFTFIRE"),
+        ("ad", "NOOP"),
+    ],
+)
+def test_atari_single_keys_and_chords(held: str, name: str):
+    keys = StickKeys(FULL)
+    assert FULL[int(keys.action(list(held)))] == name
+
+
+def test_atari_arrows_fire_and_unknown_positions_fall_back():
+    assert FULL[int(StickKeys(FULL).action(["ArrowLeft"]))] == "LEFTFIRE"
+    small = StickKeys(BREAKOUT)
+    names = {held: BREAKOUT[int(small.action(list(held)))] for held in ("w", "wd", "d ", "a", " ", "s")}
+    assert names == {"w": "NOOP", "wd": "RIGHT", "d ": "RIGHT", "a": "LEFT", " ": "FIRE", "s": "NOOP"}
+    assert small.name(np.asarray(2)) == "right"
+
+
+def test_atari_reads_the_games_own_actions():
+    pytest.importorskip("ale_py")
+    keys = keymap_for(spec("atari100k/breakout", discrete(4)))
+    assert isinstance(keys, StickKeys) and tuple(keys.names) == BREAKOUT
+    assert len(keymap_for(spec("atari/pong", discrete(18))).names) == 18
+    assert not isinstance(keymap_for(spec("atari/pong", discrete(5))), StickKeys)  # no such set: digits
+
+
+def test_crafter_keys_name_the_suites_own_actions():
+    crafter = pytest.importorskip("crafter")
+    assert list(crafter.constants.actions) == CRAFTER_ACTIONS
+    keys = keymap_for(spec("crafter/reward", discrete(17)))
+    for key, name in {
+        " ": "do",
+        "Tab": "sleep",
+        "r": "place stone",
+        "6": "make iron sword",
+        "w": "move up",
+    }.items():
+        assert keys.name(keys.action([key])) == name
+    assert keys.name(keys.rest) == "noop"
+
+
+def test_minigrid_keys_name_the_suites_own_actions():
+    actions = pytest.importorskip("minigrid.core.actions")
+    assert [action.name for action in actions.Actions] == list(MINIGRID_ACTIONS)
+    keys = keymap_for(spec("minigrid/DoorKey-5x5", discrete(7)))
+    assert keys.rest is None  # turning, moving and picking up all change something: it waits
+    assert [keys.name(keys.action([key])) for key in ("ArrowLeft", "w", " ", "p")] == [
+        "left",
+        "forward",
+        "toggle",
+        "pickup",
+    ]
+
+
+def test_car_keys():
+    keys = keymap_for(spec("carracing/continuous", continuous((-1, 1), (0, 1), (0, 1))))
+    assert keys.rest.tolist() == [0.0, -1.0, -1.0]  # straight, no gas, no brake, in the lab's [-1, 1]
+    assert keys.action(["ArrowLeft", "ArrowUp"]).tolist() == [-1.0, 1.0, -1.0]
+    assert keys.action([" "]).tolist() == [0.0, -1.0, 1.0]
+    wheel = keymap_for(spec("carracing/discrete", discrete(5)))
+    assert wheel.name(wheel.action(["ArrowDown"])) == "brake" and wheel.name(wheel.rest) == "nothing"
+
+
+def test_classic_and_generic_keys():
+    cart = keymap_for(spec("CartPole-v1", discrete(2)))
+    assert cart.rest is None and cart.name(cart.action(["ArrowRight"])) == "right"
+    digits = generic_keys(discrete(12))
+    assert [int(digits.action([key])) for key in ("0", "9", "q", "w")] == [0, 9, 10, 11]
+    assert int(generic_keys(discrete(3)).action(["ArrowRight"])) == 2
+    assert digits.action([]) is None and digits.action(["F5"]) is None
+    assert int(digits.action(["1", "3"])) == 3  # the newest
+    parts = generic_keys(ActionSpec("multi_discrete", (2,), (4, 3)))
+    assert parts.action(["2", "e"]).tolist() == [1, 2] and parts.action([]) is None
+    axes = generic_keys(continuous((-2, 2), (-1, 1), (0, 4)))
+    assert axes.action(["d", "s", "e"]).tolist() == [1.0, -1.0, 1.0]
+    assert axes.action([]).tolist() == [0.0, 0.0, -1.0]
+    assert axes.action(["ArrowLeft", "ArrowRight"]).tolist() == [0.0, 0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    "name_action",
+    [
+        ("crafter/reward", discrete(17)),
+        ("minigrid/Empty-5x5", discrete(7)),
+        ("CartPole-v1", discrete(2)),
+        ("LunarLander-v3", discrete(4)),
+        ("carracing/discrete", discrete(5)),
+        ("carracing/continuous", continuous((-1, 1), (0, 1), (0, 1))),
+        ("some", discrete(25)),
+        ("some", ActionSpec("multi_discrete", (4,), (10, 10, 9, 3))),
+        ("some", continuous(*[(-1, 1)] * 10)),
+    ],
+    ids=lambda pair: f"{pair[0]} {pair[1].kind}",
+)
+def test_no_action_key_is_a_control(name_action: tuple[str, ActionSpec]):
+    keys = keymap_for(spec(*name_action))
+    assert not keys.known() & set(CONTROLS)
+    assert keys.legend and all(
+        isinstance(keys.name(np.asarray(keys.action([key]))), str) for key in keys.known()
+    )
+
+
+def test_control_legend_has_every_key_once():
+    shown = " ".join(keys for keys, _ in control_legend()).split()
+    assert len(shown) == len(set(shown)) == len(CONTROLS)
+    assert len(control_legend("episodes")) == len(control_legend()) + len(REPLAY_CONTROLS)
+    assert [normalise(key) for key in ("W", "+", ">", "ArrowUp", "Tab")] == ["w", "=", ".", "ArrowUp", "Tab"]
+
+
+def test_taps_are_not_lost_and_held_keys_repeat():
+    board = Keyboard()
+    board.press("a", 0.0)
+    board.lift("a")  # before any step
+    assert board.down() == ["a"] and board.struck(0.0) == ["a"]
+    board.stepped()
+    assert board.down() == [] and board.seconds_to_strike(0.0) is None
+    board.press("b", 1.0)
+    board.stepped()
+    assert board.down() == ["b"] and board.struck(1.1) == []
+    assert board.seconds_to_strike(1.1) == pytest.approx(REPEAT_AFTER - 0.1)
+    assert board.struck(1.0 + REPEAT_AFTER) == ["b"]
+    board.clear()
+    assert board.down() == []
