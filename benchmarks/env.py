@@ -1,10 +1,17 @@
 """How many steps a second each suite gives, with 1 and N workers, beside Gymnasium's AsyncVectorEnv.
 
-Every contender is built first; then they step in turn, a share of a second each, round after round, and the medians
-over the rounds are compared. Ours makes what training gets (dict of channels-first arrays, actions in the lab's form,
-views without a copy, as the collector takes them). Gymnasium's steps the suite's plain environment, one process for
-each environment, shared memory, with copies, as it does unless told otherwise. `chosen` is ours with the number of
-workers that it picks by itself. Actions are random; resets are part of it.
+For each task all contenders are built first; then they take turns, round after round, back and forth. In a round each
+plays the same number of vector steps of the same games: same seeds, same actions (drawn in the lab's form, converted
+for Gymnasium's). Speeds are medians over the rounds; a ratio is the median of the rounds' ratios, so that a machine
+that is busy for a while slows both sides of it. `low` and `high` in the JSON are the extremes, and the load average
+is printed.
+
+Ours makes what training gets (dict of channels-first arrays, actions in the lab's form, views without a copy, a new seed
+for every episode). Gymnasium's steps the suite's plain environment, one process for each environment, shared memory,
+with copies, as it does unless told otherwise.
+
+    gymnasium, 1_worker, N_workers, chosen    `--num-envs` environments; `chosen`: the number of workers ours picks
+    single, gymnasium_single                  one environment in one process on both sides
 """
 
 from __future__ import annotations
@@ -12,9 +19,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import pickle
 import statistics
-from collections.abc import Callable
-from time import perf_counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from time import perf_counter, sleep
 from typing import Any
 
 import gymnasium
@@ -22,6 +31,8 @@ import numpy as np
 
 from rl_lab.environments import make as make_module
 from rl_lab.environments import make_env
+from rl_lab.environments.spec import action_mapping
+from rl_lab.environments.worker import episode_seed
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
 
@@ -38,20 +49,26 @@ TASKS: dict[str, dict[str, Any]] = {
     "crafter/reward": {},
     "carracing/continuous": {},
 }
+ACTIONS = 256  # different vector actions, taken in turn
+PAUSE_S = 0.2
 
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
-    """Rows per task: steps/s of ours (1 worker, N workers, chosen) and of Gymnasium's, their ratio, bytes a step."""
-    parser = argparse.ArgumentParser(prog="rl-lab bench env", description=__doc__)
+    """Rows per task: steps/s of each contender, ratios, CPU time and bytes of a step."""
+    parser = argparse.ArgumentParser(
+        prog="rl-lab bench env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--tasks", nargs="+", default=list(TASKS), help="suite/task; default: one or two a suite"
     )
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="N; default: one for each core"
+        "--workers", type=int, default=os.cpu_count() or 1, help="N; default: the number of cores"
     )
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each; the median is reported")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="that Gymnasium's takes for one measurement"
+    )
     options = parser.parse_args(argv)
     rows = []
     for task in options.tasks:
@@ -62,37 +79,96 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+@dataclass
+class Contender:
+    """A vector environment, the actions it takes, and how quick it was."""
+
+    env: Any
+    actions: list[np.ndarray]  # each (N, …), in its own form
+    steps: int = 0  # vector steps of a round
+    played: int = 0
+    speeds: list[float] = field(default_factory=list)  # environment steps a second
+    cpu: list[float] = field(default_factory=list)  # seconds an environment step, over all its processes
+
+    @property
+    def pids(self) -> list[int]:
+        ours = self.env.worker_pids() if hasattr(self.env, "worker_pids") else None
+        return [os.getpid(), *(ours if ours is not None else [process.pid for process in self.env.processes])]
+
+    def begin(self, seed: int = 0) -> None:
+        """The first episodes of the run with that seed, on either side."""
+        if hasattr(self.env, "worker_pids"):
+            self.env.reset(seed=seed)
+        else:
+            self.env.reset(seed=[episode_seed(seed, index, 0) for index in range(self.env.num_envs)])
+        self.played = 0
+
+    def play(self, steps: int) -> float:
+        """Take that many vector steps; returns seconds."""
+        begin = perf_counter()
+        for number in range(self.played, self.played + steps):
+            self.env.step(self.actions[number % ACTIONS])
+        self.played += steps
+        return perf_counter() - begin
+
+    def measure(self) -> None:
+        sleep(PAUSE_S)  # on a busy machine, who has just used the processor waits longer for it
+        cpu = _cpu_seconds(self.pids)
+        seconds = self.play(self.steps)
+        number = self.steps * self.env.num_envs
+        self.speeds.append(number / seconds)
+        self.cpu.append((_cpu_seconds(self.pids) - cpu) / number)
+
+
 def measure(task: str, num_envs: int, workers: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Rows of one task."""
-    settings = TASKS.get(task, {})
-    contenders: dict[str, Any] = {}
+    load = os.getloadavg()[0]
+    contenders: dict[str, Contender] = {}
     try:
-        # First: its processes are forks of this one, and must not hold the ends of our workers' pipes.
-        contenders["gymnasium"] = gymnasium.vector.AsyncVectorEnv([plain_environment(task)] * num_envs)
-        for name, count in (("1_worker", 1), (f"{workers}_workers", workers), ("chosen", None)):
-            contenders[name] = make_env(task, num_envs, workers=count, copy=False, **settings)
-        spec = contenders["chosen"].spec
-        actions = {name: _actions(env) for name, env in contenders.items()}
-        for env in contenders.values():
-            env.reset(seed=0)
-        speeds: dict[str, list[float]] = {name: [] for name in contenders}
-        for _ in range(rounds):
-            for name, env in contenders.items():
-                speeds[name].append(num_envs * _steps_per_second(env, actions[name], seconds))
-        chosen_workers = contenders["chosen"].num_workers
+        # Gymnasium's first: its processes are forks of this one, and must not hold the ends of our workers' pipes.
+        for name, count in (("gymnasium", num_envs), ("gymnasium_single", 1)):
+            contenders[name] = Contender(
+                gymnasium.vector.AsyncVectorEnv([plain_environment(task)] * count), []
+            )
+        for name, count, processes in (
+            ("1_worker", num_envs, 1),
+            (f"{workers}_workers", num_envs, workers),
+            ("chosen", num_envs, None),
+            ("single", 1, 1),
+        ):
+            env = make_env(task, count, workers=processes, copy=False, **TASKS.get(task, {}))
+            contenders[name] = Contender(env, [])
+        spec, chosen_workers = contenders["chosen"].env.spec, contenders["chosen"].env.num_workers
+        _deal_actions(contenders.values(), contenders["chosen"].env)
+        _agree_on_steps(contenders, seconds)
+        for number in range(rounds):
+            # Peers stand beside each other; the one that works in this process comes last.
+            order = ["gymnasium_single", "single", "gymnasium", f"{workers}_workers", "1_worker", "chosen"]
+            for name in order if number % 2 == 0 else reversed(order):
+                contenders[name].measure()
     finally:
-        for env in contenders.values():
-            env.close()
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    rows = [
-        {"name": f"env/{task}/{name}_steps_per_s", "value": value, "unit": "steps/s"}
-        for name, value in medians.items()
-    ]
-    best = medians["chosen"] / medians["gymnasium"]
+        for contender in contenders.values():
+            contender.env.close()
+    print(f"{task}: load average {load:.1f} before, {os.getloadavg()[0]:.1f} after", flush=True)
+    rows = []
+    for name, contender in contenders.items():
+        rows.append(_row(f"env/{task}/{name}_steps_per_s", contender.speeds, "steps/s"))
+        if any(contender.cpu):
+            rows.append(
+                _row(f"env/{task}/{name}_cpu_us_per_step", [1e6 * each for each in contender.cpu], "us")
+            )
+    for name in ("1_worker", f"{workers}_workers", "chosen", "single"):
+        peer = contenders["gymnasium_single" if name == "single" else "gymnasium"]
+        ratios = [ours / theirs for ours, theirs in zip(contenders[name].speeds, peer.speeds, strict=True)]
+        rows.append(_row(f"env/{task}/{name}_over_gymnasium", ratios, "x"))
     rows += [
         {"name": f"env/{task}/chosen_workers", "value": chosen_workers, "unit": "processes"},
-        {"name": f"env/{task}/chosen_over_gymnasium", "value": best, "unit": "x"},
         {"name": f"env/{task}/bytes_copied_per_step", "value": bytes_per_step(spec), "unit": "bytes"},
+        {
+            "name": f"env/{task}/gymnasium_bytes_copied_per_step",
+            "value": gymnasium_bytes_per_step(plain_environment(task)),
+            "unit": "bytes",
+        },
     ]
     return rows
 
@@ -100,11 +176,24 @@ def measure(task: str, num_envs: int, workers: int, rounds: int, seconds: float)
 def bytes_per_step(spec: Spec) -> int:
     """Bytes that one step of one environment writes to shared memory: observations, reward, flags, action.
 
-    There is no other copy on the way: the collector reads views of that memory.
+    There is no other copy up to here: `step` gives views of that memory.
     """
     observations = sum(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize for s in spec.observations.values())
     action = int(np.prod(spec.action.shape)) * (4 if spec.action.kind == "continuous" else 8)
     return observations + action + 4 + 2
+
+
+def gymnasium_bytes_per_step(make: Callable[[], gymnasium.Env]) -> int:
+    """The same for AsyncVectorEnv: observations into shared memory and out of it, the rest as pickles in a pipe."""
+    env = make()
+    try:
+        env.reset(seed=0)
+        action = env.action_space.sample()
+        obs, *rest = env.step(action)
+        size = sum(np.asarray(leaf).nbytes for leaf in _leaves(obs))
+        return 2 * size + len(pickle.dumps(("step", action))) + len(pickle.dumps(((None, *rest), True)))
+    finally:
+        env.close()
 
 
 def plain_environment(task: str) -> Callable[[], gymnasium.Env]:
@@ -117,16 +206,59 @@ def plain_environment(task: str) -> Callable[[], gymnasium.Env]:
     return lambda: adapter.make(resolved, render=False, **handled, **options)
 
 
-def _actions(env: Any) -> list[Any]:
-    env.action_space.seed(0)
-    return [env.action_space.sample() for _ in range(64)]
+def _deal_actions(contenders: Iterable[Contender], ours: Any) -> None:
+    """The same actions for all, each in its own form; the single ones take those of environment 0."""
+    ours.action_space.seed(0)
+    actions = [ours.action_space.sample() for _ in range(ACTIONS)]
+    for contender in contenders:
+        env = contender.env
+        convert = None if hasattr(env, "worker_pids") else action_mapping(env.single_action_space)[1]
+        for action in actions:
+            share = action[: env.num_envs]
+            contender.actions.append(
+                share if convert is None else np.stack([convert(each) for each in share])
+            )
 
 
-def _steps_per_second(env: Any, actions: list[Any], seconds: float) -> float:
-    """Vector steps a second."""
-    done = 0
-    begin = perf_counter()
-    while perf_counter() - begin < seconds:
-        env.step(actions[done % len(actions)])
-        done += 1
-    return done / (perf_counter() - begin)
+def _agree_on_steps(contenders: dict[str, Contender], seconds: float) -> None:
+    """As many vector steps a round as Gymnasium's takes in `seconds`; then all stand at the beginning."""
+    for name, contender in contenders.items():
+        if name.startswith("gymnasium"):
+            contender.begin()
+            done, spent = 0, 0.0
+            while spent < seconds:
+                spent += contender.play(1)
+                done += 1
+            contender.steps = done
+    for name, contender in contenders.items():
+        contender.steps = contenders["gymnasium_single" if "single" in name else "gymnasium"].steps
+        contender.begin()
+
+
+def _row(name: str, values: list[float], unit: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "value": statistics.median(values),
+        "unit": unit,
+        "low": min(values),
+        "high": max(values),
+    }
+
+
+def _leaves(obs: Any) -> list[Any]:
+    if isinstance(obs, dict):
+        return [leaf for value in obs.values() for leaf in _leaves(value)]
+    return [leaf for value in obs for leaf in _leaves(value)] if isinstance(obs, tuple) else [obs]
+
+
+def _cpu_seconds(pids: Iterable[int]) -> float:
+    """CPU time of these processes so far; 0 where the system does not tell."""
+    total = 0.0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                numbers = file.read().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        total += (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
+    return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +39,18 @@ class EpisodeTracker:
         done: np.ndarray,  # (N,) bool
         counted: np.ndarray | None = None,  # (N,) bool, False for reset rows
         logs: Mapping[int, Mapping[str, float]] | None = None,  # by environment, for those that ended
+        broken: Collection[int] = (),  # environments whose episode a failure ended, not the task
     ) -> int:
-        """Add one vector step; returns how many episodes ended with it."""
+        """Add one vector step; returns how many episodes ended with it.
+
+        A broken episode is counted, but its return says nothing and is not kept.
+        """
         self.returns += np.asarray(reward, dtype=np.float64)
         self.lengths += 1 if counted is None else np.asarray(counted, dtype=np.int64)
         ended = [int(env) for env in np.flatnonzero(done)]
         for env in ended:
+            if env in broken:
+                continue
             log = dict(logs[env]) if logs and env in logs else {}
             episode = Episode(float(self.returns[env]), int(self.lengths[env]), env, log)
             self.history.append(episode)

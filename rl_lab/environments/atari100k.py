@@ -72,7 +72,7 @@ def make(
     if life_loss is not None:
         settings["life_loss"] = life_loss
     if time_limit is not None:
-        settings["max_frames"] = time_limit * repeat
+        settings |= {"max_frames": time_limit * repeat, "count_noops": False}
     return AtariEnv(
         task,
         size=size or (64, 64),

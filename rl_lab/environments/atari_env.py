@@ -14,9 +14,8 @@ from gymnasium import spaces
 
 from rl_lab.errors import ConfigError
 
-GRAY = np.array(
-    [0.299, 0.587, 0.114]
-)  # ITU-R BT.601, applied after resizing (DreamerV3, embodied/envs/atari.py)
+# ITU-R BT.601, applied after resizing (DreamerV3, embodied/envs/atari.py)
+GRAY = np.array([0.299, 0.587, 0.114])
 NOOP = 0
 LIFE_LOSS = ("off", "end", "restart")
 
@@ -93,7 +92,7 @@ class AtariEnv(gymnasium.Env):
         self._elapsed = 0  # frames of this game
         self._lives = 0
         self._held: Any = NOOP  # the action of the last frame
-        self._game_goes_on = False  # the last episode ended by a lost life, not with the game
+        self.reset_continues = False  # the last episode ended by a lost life, not with the game
         self.observation_space = spaces.Box(0, 255, (*size, 1 if gray else 3), np.uint8)
         self.action_space = spaces.Discrete(len(self._actions))
 
@@ -102,13 +101,13 @@ class AtariEnv(gymnasium.Env):
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """A new game, or the next life of the open one; `options={"restart": True}` always begins a game."""
         super().reset(seed=seed)
-        if self._game_goes_on and not (options or {}).get("restart"):
-            self._game_goes_on = False
+        if self.reset_continues and not (options or {}).get("restart"):
+            self.reset_continues = False
             self._act(NOOP)
             if not self._over():
                 self._lives = self.ale.lives()
                 return self._observe(), {}
-        self._game_goes_on = False
+        self.reset_continues = False
         # Pressing reset is not enough: some games (Assault, Tennis, …) begin differently after different games.
         self.ale.restoreState(self._switched_on)
         self.ale.reset_game()
@@ -131,7 +130,7 @@ class AtariEnv(gymnasium.Env):
         # Some games show zero lives for a while before they are over, so zero is left to the game's own end.
         lost = self.life_loss != "off" and 0 < lives < self._lives
         truncated = not terminated and self._elapsed >= self.max_frames
-        self._game_goes_on = lost and self.life_loss == "end" and not (terminated or truncated)
+        self.reset_continues = lost and self.life_loss == "end" and not (terminated or truncated)
         self._lives = lives
         return self._observe(), reward, terminated or lost, truncated and not lost, {}
 

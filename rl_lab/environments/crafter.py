@@ -18,13 +18,16 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.gym_adapter import load_old_gym
+from rl_lab.environments.wrappers import TimeLimit
 from rl_lab.errors import ConfigError, closest
 
 EXTRA = "crafter"
-HANDLES = frozenset({"size", "time_limit"})
+HANDLES = frozenset({"size"})
 TASKS = ("reward", "noreward")
 ACHIEVEMENT = "log/achievement_"
 RENDER_SIZE = (576, 576)
+LENGTH = 10_000  # steps of an episode (Hafner 2021)
 
 
 def tasks() -> list[str]:
@@ -42,17 +45,16 @@ def make(
     *,
     render: bool = False,
     size: tuple[int, int] | None = None,
-    time_limit: int | None = None,
     area: int = 64,
 ) -> gymnasium.Env:
-    """`time_limit`: steps of an episode, 10,000 unless told; `area`: cells of the world's side (the paper: 64)."""
-    return CrafterEnv(
+    """`area`: cells of the world's side (the paper: 64)."""
+    env = CrafterEnv(
         reward=task == "reward",
         size=size or (64, 64),
-        length=time_limit or 10_000,
         area=area,
         render_mode="rgb_array" if render else None,
     )
+    return TimeLimit(env, LENGTH)
 
 
 def crafter_score(success: Mapping[str, float]) -> float:
@@ -72,7 +74,7 @@ def crafter_score(success: Mapping[str, float]) -> float:
 
 
 class CrafterEnv(gymnasium.Env):
-    """Crafter with Gymnasium's interface; `terminated` is death, `truncated` the end of time."""
+    """Crafter with Gymnasium's interface, without a limit of time; `terminated` is death."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's form)
 
@@ -81,19 +83,18 @@ class CrafterEnv(gymnasium.Env):
         *,
         reward: bool,
         size: tuple[int, int],
-        length: int,
         area: int = 64,
         render_mode: str | None = None,
     ) -> None:
+        load_old_gym()
         import crafter
 
         # Crafter counts (width, height). Its own limit is left out: it would look like a death.
         self._env = crafter.Env(area=(area, area), reward=reward, size=size[::-1], length=None, seed=0)
         _order_objects(self._env._world)
         self._names: list[str] = list(crafter.constants.achievements)
-        self.length = length
         self.render_mode = render_mode
-        self._elapsed = 0
+        self._begun = False
         self._unlocked: set[str] = set()
         self.observation_space = spaces.Box(0, 255, (*size, 3), np.uint8)
         self.action_space = spaces.Discrete(len(crafter.constants.actions))
@@ -104,21 +105,20 @@ class CrafterEnv(gymnasium.Env):
         super().reset(seed=seed)
         if seed is not None:  # Crafter makes each world from its seed and the number of the episode
             self._env._seed, self._env._episode = seed, 0
-        self._elapsed = 0
+        self._begun = False
         self._unlocked = set()
         return np.ascontiguousarray(self._env.reset()), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         obs, reward, dead, inner = self._env.step(int(action))
         # Sums over the episode are what is logged: zeros once, so that every episode has every name.
-        info = {ACHIEVEMENT + name: 0.0 for name in self._names} if self._elapsed == 0 else {}
+        info = {ACHIEVEMENT + name: 0.0 for name in self._names} if not self._begun else {}
         for name, count in inner["achievements"].items():
             if count and name not in self._unlocked:
                 self._unlocked.add(name)
                 info[ACHIEVEMENT + name] = 1.0
-        self._elapsed += 1
-        truncated = self._elapsed >= self.length and not dead
-        return np.ascontiguousarray(obs), float(reward), bool(dead), truncated, info
+        self._begun = True
+        return np.ascontiguousarray(obs), float(reward), bool(dead), False, info
 
     def render(self) -> np.ndarray:
         """(576, 576, 3) uint8"""

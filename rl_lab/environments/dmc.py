@@ -56,19 +56,26 @@ def resolve(task: str) -> tuple[str, str]:
     return domain, rest
 
 
+def find_renderer() -> str:
+    """What this machine can draw with: EGL (a GPU, or Mesa in software), else OSMesa, else "disable".
+
+    "" leaves the choice to MuJoCo: there is a screen, or another system than Linux.
+    """
+    if ctypes.util.find_library("EGL"):
+        return "egl"
+    if ctypes.util.find_library("OSMesa"):
+        return "osmesa"
+    return "disable" if sys.platform.startswith("linux") and not os.environ.get("DISPLAY") else ""
+
+
 def choose_renderer(needed: bool) -> str:
-    """Settle MUJOCO_GL before dm_control reads it, which it does once: EGL, else OSMesa, else none.
+    """Settle MUJOCO_GL before dm_control reads it, which it does once.
 
     A choice that the user made stays. LabError when frames are `needed` and nothing can draw them.
     """
     chosen = os.environ.get("MUJOCO_GL", "").lower()
     if not chosen and "dm_control._render" not in sys.modules:
-        if ctypes.util.find_library("EGL"):
-            chosen = "egl"
-        elif ctypes.util.find_library("OSMesa"):
-            chosen = "osmesa"
-        elif sys.platform.startswith("linux") and not os.environ.get("DISPLAY"):
-            chosen = "disable"
+        chosen = find_renderer()
         if chosen:
             os.environ["MUJOCO_GL"] = chosen
     if needed and chosen in ("disable", "off", "false", "0"):

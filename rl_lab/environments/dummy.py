@@ -3,6 +3,7 @@
     dummy/discrete     a cue tells which of 3 actions is right               best return 10
     dummy/continuous   a cue tells the point to send, in 2 dimensions        best return 10
     dummy/dict         picture and vector tell the two parts of the action   best return 10
+    dummy/catch        a picture: catch the falling balls                    best return 3
     dummy/count        counts: observation and reward are the step's number
 
 The first three end by truncation after `length` steps, or by termination with the third mistake. Every step
@@ -18,6 +19,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.catch import Catch
 from rl_lab.errors import ConfigError, closest
 
 EXTRA = ""
@@ -194,6 +196,7 @@ TASKS: dict[str, Callable[..., gymnasium.Env]] = {
     "discrete": DiscreteCue,
     "continuous": ContinuousCue,
     "dict": DictCue,
+    "catch": Catch,
     "count": Count,
 }
 
@@ -213,5 +216,5 @@ def step_seconds(task: str) -> float:
 
 
 def make(task: str, *, render: bool = False, **options: Any) -> gymnasium.Env:
-    """One of the environments above; options: `length`, and for count `truncate`."""
+    """One of the environments above; options: `length`, for count `truncate`, for catch `cells` and `side`."""
     return TASKS[task](render_mode="rgb_array" if render else None, **options)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import importlib
 import inspect
+import io
 import os
 import re
 import sys
@@ -47,6 +49,10 @@ def make(task: Any, *, render: bool = False, **options: Any) -> gymnasium.Env:
             "SDL_VIDEODRIVER", "dummy"
         )  # pygame draws into memory, and does not look for a screen
     if isinstance(task, gymnasium.envs.registration.EnvSpec):
+        if render and str(task.entry_point).startswith("gymnasium.envs.mujoco"):
+            from rl_lab.environments.dmc import choose_renderer
+
+            choose_renderer(needed=True)  # Gymnasium would look for a screen
         spec = copy.deepcopy(task)
         spec.order_enforce = False  # the runner keeps the order, so the check would only cost time
         try:
@@ -73,6 +79,12 @@ def nearest(name: str, known: list[str]) -> str:
     newest = {_plain(item): item for item in sorted(known)}  # of several versions the last one stays
     near = difflib.get_close_matches(_plain(name), newest, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(newest[item]) for item in near)}?" if near else ""
+
+
+def load_old_gym() -> None:
+    """Import the package `gym` where it is installed: some suites do, and it would lecture on every start."""
+    with contextlib.suppress(ModuleNotFoundError), contextlib.redirect_stderr(io.StringIO()):
+        import gym  # noqa: F401
 
 
 def _plain(name: str) -> str:

@@ -19,16 +19,20 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import gymnasium
 
 from rl_lab.environments.aliases import canonical, with_suite
+from rl_lab.environments.faults import RestartLimit
 from rl_lab.environments.gym_adapter import nearest
+from rl_lab.environments.normalizer import make_normalizer
 from rl_lab.environments.spec import spec_of
 from rl_lab.environments.transforms import add_wrappers
 from rl_lab.environments.vector import VectorEnv, default_workers
+from rl_lab.environments.video import Filmed, VideoSettings
 from rl_lab.environments.wrappers import (
     ActionRepeat,
     DictObservation,
@@ -52,8 +56,15 @@ SUITES = {
     "carracing": "rl_lab.environments.carracing",
     "popgym": "rl_lab.environments.popgym",
     "memory_maze": "rl_lab.environments.memory_maze",
+    "multitask": "rl_lab.environments.multitask",
 }
 ENTRY_POINTS = "rl_lab.environments"
+# Keywords of `make_env` that are about all N together, and change nothing in one environment.
+_OF_ALL = (
+    "num_envs workers seed render copy infos video_every video_folder timeout restarts normalize_observations "
+    "normalize_clip observation_statistics history_limit"
+)
+NOT_OF_ONE = frozenset(_OF_ALL.split())
 
 Task = str | Callable[..., gymnasium.Env]
 
@@ -129,6 +140,14 @@ def make_env(
     render: bool = False,
     copy: bool = True,
     infos: str = "log",
+    video_every: int = 0,
+    video_folder: str | Path | None = None,
+    timeout: float | None = 120.0,
+    restarts: Mapping[str, Any] | RestartLimit | None = None,
+    normalize_observations: bool = False,
+    normalize_clip: float | None = 10.0,
+    observation_statistics: Mapping[str, Any] | None = None,
+    history_limit: int = 100_000,
     **options: Any,
 ) -> VectorEnv:
     """N environments of one task.
@@ -142,24 +161,42 @@ def make_env(
     time_limit:    decisions after which an episode is truncated; replaces the limit of a registered id
     render:        make `render()` of environment 0 possible
     copy, infos:   see `VectorEnv`
+    timeout:       seconds that one call of an environment in a worker process may take; None: any time
+    restarts:      {"limit": 10, "minutes": 10}: failures that are borne (docs/howto/faults.md)
+    normalize_observations: float observations less their running mean, by their deviation, within ±`normalize_clip`
+    observation_statistics: of another environment (`env.normalizer.get_state()`); they are then not changed
+    history_limit: actions of an open episode that are kept for an exact resume
+    video_every:   film each Nth episode of environment 0 into `video_folder` (see `video`); 0: none
     options:       `pixels` (True: the rendered frame as the observation; "both": beside it), `observations` (names
                    of those to keep), `wrappers` (see `transforms`); all others go to the suite
     """
     _check(
-        num_envs=num_envs, action_repeat=action_repeat, time_limit=time_limit, workers=workers, infos=infos
+        num_envs=num_envs,
+        action_repeat=action_repeat,
+        time_limit=time_limit,
+        workers=workers,
+        infos=infos,
+        timeout=timeout,
+        history_limit=history_limit,
     )
     factory = _factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options)
     if workers is None:
         workers = default_workers(num_envs, factory.step_seconds())
+    films = bool(video_every) and Filmed(factory, VideoSettings.checked(video_folder, video_every, seed))
+    spec = _probe(factory)
     return VectorEnv(
-        factory,
+        films or factory,
         num_envs,
-        spec=_probe(factory),
+        spec=spec,
         workers=workers,
         seed=seed,
-        render=render,
+        render=render or bool(films),
         copy=copy,
         infos=infos,
+        timeout=timeout,
+        restarts=RestartLimit.from_config(restarts),
+        normalizer=make_normalizer(spec, normalize_observations, normalize_clip, observation_statistics),
+        history_limit=history_limit,
     )
 
 
@@ -174,15 +211,30 @@ def probe_spec(
     **options: Any,
 ) -> Spec:
     """The `Spec` of a task, from one environment made here and closed; takes what `make_env` takes."""
-    for key in ("seed", "render", "copy", "infos"):
-        options.pop(key, None)
+    options = {key: value for key, value in options.items() if key not in NOT_OF_ONE}
     _check(num_envs=num_envs, action_repeat=action_repeat, time_limit=time_limit, workers=workers)
     return _probe(_factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options))
 
 
+def env_factory(
+    task: Task,
+    *,
+    size: int | Sequence[int] | None = None,
+    action_repeat: int | None = None,
+    time_limit: int | None = None,
+    **options: Any,
+) -> EnvFactory:
+    """What workers make one environment of a task with; takes what `make_env` takes, and leaves out what is of N."""
+    options = {key: value for key, value in options.items() if key not in NOT_OF_ONE}
+    return _factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options)
+
+
 def env_config_options(environment: Mapping[str, Any], *, evaluation: bool = False) -> dict[str, Any]:
     """Keywords for `make_env` from the config's `environment` node; `evaluation` lays `environment.eval` over them."""
-    options = {str(key): _plain(value) for key, value in environment.items() if key != "eval"}
+    # Films are of training, into the run's folder: whoever knows that (build) adds them.
+    options = {
+        str(key): _plain(value) for key, value in environment.items() if key not in ("eval", "video_every")
+    }
     if evaluation:
         options.update({str(key): _plain(value) for key, value in (environment.get("eval") or {}).items()})
     if not options.get("task"):
@@ -303,17 +355,22 @@ def _check(
     time_limit: int | None,
     workers: int | None,
     infos: str = "log",
+    timeout: float | None = None,
+    history_limit: int = 0,
 ) -> None:
     for name, value, least in (
         ("num_envs", num_envs, 1),
         ("action_repeat", action_repeat, 1),
         ("time_limit", time_limit, 1),
         ("workers", workers, 0),
+        ("history_limit", history_limit, 0),
     ):
         if value is not None and (not isinstance(value, int) or value < least):
             raise ConfigError(f"environment.{name}={value!r} must be a whole number of at least {least}")
     if infos not in ("log", "all"):
         raise ConfigError(f"infos={infos!r}: use 'log' or 'all'")
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"environment.timeout={timeout!r} must be above 0 seconds, or null for any time")
 
 
 def _pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:

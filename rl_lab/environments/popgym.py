@@ -51,7 +51,12 @@ class Bars(gymnasium.Wrapper):
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
+        self.metadata = {**env.metadata, "render_modes": ["rgb_array"], "render_fps": 4}
         self._values = np.zeros(1)
+
+    @property
+    def render_mode(self) -> str:  # type: ignore[override]
+        return "rgb_array"
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         obs, info = self.env.reset(**kwargs)

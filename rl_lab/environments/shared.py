@@ -10,13 +10,20 @@ import numpy as np
 from rl_lab.records import ArraySpec, Spec
 
 ALIGNMENT = 64  # a cache line: two workers do not write to one line at the borders of an array
+HALVES = 2
 
 
 class StepArrays:
-    """Observations, actions, rewards, flags and episode numbers of N environments, views of one block.
+    """Actions, observations, rewards and flags of N environments, views of one block.
 
-    obs: name -> (N, …); action (N, …); reward (N,) float32; terminated, truncated (N,) bool;
-    episode (N,) int64, the number of the episode that each environment is in.
+    Observations lie there twice and take turns: while workers write one half, the other still holds what the trainer
+    was given last, whole, whatever happens to a worker in the middle of a write.
+
+    halves:   two dicts, name -> (N, …); `obs` is the one in turn
+    action (N, …); reward (N,) float32; terminated, truncated (N,) bool
+    seed:     (N,) int64, of each environment's next reset; written by the trainer
+    goes_on:  (N,) bool, whether the next reset will continue the game that the last episode was part of
+    ticks:    (N,) int64, calls of each environment that came back: how the trainer tells slow from stuck
     """
 
     def __init__(self, spec: Spec, num_envs: int, memory: Any = None) -> None:
@@ -32,12 +39,31 @@ class StepArrays:
             size = int(np.prod(shape)) * dtype.itemsize
             arrays[name] = block[offset : offset + size].view(dtype).reshape(shape)
             offset += _aligned(size)
-        self.obs = {name: arrays["obs/" + name] for name in spec.observations}
+        self.halves = [
+            {name: arrays[f"obs/{half}/{name}"] for name in spec.observations} for half in range(HALVES)
+        ]
         self.action = arrays["action"]
         self.reward = arrays["reward"]
         self.terminated = arrays["terminated"]
         self.truncated = arrays["truncated"]
-        self.episode = arrays["episode"]
+        self.seed = arrays["seed"]
+        self.goes_on = arrays["goes_on"]
+        self.ticks = arrays["ticks"]
+        self._turn = arrays["turn"]
+
+    @property
+    def obs(self) -> dict[str, np.ndarray]:
+        return self.halves[self._turn[0]]
+
+    def turn(self) -> None:
+        """The other half is written next."""
+        self._turn[0] = 1 - self._turn[0]
+
+    def repeat(self, env: int) -> None:
+        """Put the observation before this one in its place."""
+        old, new = self.halves[1 - self._turn[0]], self.obs
+        for name, array in new.items():
+            array[env] = old[name][env]
 
     @staticmethod
     def nbytes(spec: Spec, num_envs: int) -> int:
@@ -56,9 +82,13 @@ def shared_memory(context: Any, spec: Spec, num_envs: int) -> Any:
 
 
 def _columns(spec: Spec) -> dict[str, ArraySpec]:
-    columns = spec.row_columns()
-    del columns["is_first"]  # known to the trainer without being told
-    return {**columns, "episode": ArraySpec((), "int64")}
+    rows = spec.row_columns()
+    columns = {
+        f"obs/{half}/{name}": column for half in range(HALVES) for name, column in spec.observations.items()
+    }
+    columns |= {name: rows[name] for name in ("action", "reward", "terminated", "truncated")}
+    numbers = dict.fromkeys(("seed", "ticks", "turn"), ArraySpec((), "int64"))
+    return {**columns, **numbers, "goes_on": ArraySpec((), "bool")}
 
 
 def _aligned(size: int) -> int:

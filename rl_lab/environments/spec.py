@@ -129,10 +129,11 @@ def _continuous(space: spaces.Box) -> tuple[ActionSpec, Callable[[Any], Any]]:
     rounded = np.issubdtype(dtype, np.integer)
 
     def to_environment(action: Any) -> np.ndarray:
-        value = center + np.clip(action, -1.0, 1.0) * half
+        # minimum and maximum: np.clip takes three times as long for a few numbers, in every step.
+        value = center + np.minimum(np.maximum(action, -1.0), 1.0) * half
         value = (np.rint(value) if rounded else value).reshape(shape)
         # One-sided bounds, and the last bit of a rescaled ±1, stay inside the space.
-        return np.clip(value.astype(dtype), floor, ceiling)
+        return np.minimum(np.maximum(value.astype(dtype), floor), ceiling)
 
     return ActionSpec(
         "continuous", (low.size,), low=tuple(low.tolist()), high=tuple(high.tolist())

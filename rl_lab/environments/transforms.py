@@ -1,5 +1,6 @@
 """Wrappers that a config or `make_env(wrappers={name: value, …})` adds, in the order written, around one environment.
 
+    crop: [10, 74, 0, 64]     rows 10 to 73 and columns 0 to 63 of images
     grayscale: true           images with one channel (ITU-R BT.601 weights)
     frame_stack: 4            images of the last 4 steps as channels, oldest first; vectors where there are no images
     observation_noise: 0.1    Gaussian noise of this deviation on vectors, and of 255 times it on images
@@ -30,6 +31,27 @@ from rl_lab.records import ArraySpec
 GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 Observation = dict[str, np.ndarray]
 StepResult = tuple[Any, Any, bool, bool, dict[str, Any]]
+
+
+class Crop(gymnasium.ObservationWrapper):
+    """A part of the images: rows from `top` and columns from `left`, up to `bottom` and `right`."""
+
+    def __init__(self, env: gymnasium.Env, top: int, bottom: int, left: int, right: int) -> None:
+        super().__init__(env)
+        specs = _specs(env)
+        self._images = _images(specs, "crop")
+        self._part = (slice(None), slice(top, bottom), slice(left, right))
+        for name in self._images:
+            channels, height, width = specs[name].shape
+            if not (0 <= top < bottom <= height and 0 <= left < right <= width):
+                raise ConfigError(
+                    f"wrappers.crop={[top, bottom, left, right]} is no part of the {height}×{width} image '{name}'"
+                )
+            specs[name] = ArraySpec((channels, bottom - top, right - left), "uint8")
+        self.observation_space = observation_space(specs)
+
+    def observation(self, observation: Observation) -> Observation:
+        return {**observation, **{name: observation[name][self._part] for name in self._images}}
 
 
 class Grayscale(gymnasium.ObservationWrapper):
@@ -139,6 +161,12 @@ def _stack(env: gymnasium.Env, count: Any) -> gymnasium.Env:
     return FrameStack(env, count)
 
 
+def _crop(env: gymnasium.Env, part: Any) -> gymnasium.Env:
+    if not (isinstance(part, list | tuple) and len(part) == 4 and all(type(n) is int for n in part)):
+        raise ConfigError(f"wrappers.crop={part!r} must be four whole numbers: top, bottom, left, right")
+    return Crop(env, *part)
+
+
 def _noise(env: gymnasium.Env, deviation: Any) -> gymnasium.Env:
     return ObservationNoise(env, _number("observation_noise", deviation))
 
@@ -160,6 +188,7 @@ def _number(name: str, value: Any) -> float:
 
 
 WRAPPERS: dict[str, Callable[[gymnasium.Env, Any], gymnasium.Env]] = {
+    "crop": _crop,
     "grayscale": lambda env, value: Grayscale(env),
     "frame_stack": _stack,
     "observation_noise": _noise,

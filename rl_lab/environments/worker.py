@@ -24,12 +24,19 @@ from rl_lab.utils.seeding import derive_seed
 
 STEP = b"s"  # the common command and the common answer travel as one byte
 DONE = b"d"
+REST = -1  # in the place of a seed: the environment waits where it is
 
 Reply = dict[str, Any]
+Segment = tuple[int, np.ndarray]  # the seed of a reset, and the actions (K, …) that followed it
+
+
+def episode_seed(run_seed: int, env: int, episode: int) -> int:
+    """What an environment is reset with for its episode of that number."""
+    return derive_seed(run_seed, "env", env, episode) & 0x7FFFFFFF  # some take only 31 bits
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised; carries its index and the traceback as text."""
+    """An environment raised where nothing can take its place; carries its index and the traceback as text."""
 
     def __init__(self, index: int, text: str) -> None:
         super().__init__(index, text)
@@ -38,22 +45,25 @@ class EnvironmentFailure(Exception):
 
 
 class Slot:
-    """One environment and where it stands."""
+    """One environment and what is summed of its episode."""
 
-    __slots__ = ("ended", "env", "index", "log")
+    __slots__ = ("env", "game", "index", "log")
 
-    def __init__(self, index: int, env: gymnasium.Env) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.env = env
-        self.ended = False  # the next step resets
+        self.env: gymnasium.Env | None = None  # None: failed, or not made yet; it is made when it next begins
+        self.game: Any = None  # the innermost environment, where it has `reset_continues`
         self.log: dict[str, float] = {}
 
 
 class EnvRunner:
     """Steps some of the N environments, reading actions from and writing results to `StepArrays`.
 
-    Every answer is a dict: `log` (index -> sums of `log/` infos of the episode that just ended), `env` (index ->
-    info, when all are asked for), or what the command is for.
+    Every answer is a dict: `log` (index -> sums of `log/` infos of the episode that just ended), `faults` (index ->
+    traceback of one that raised and is gone; its row is not written), `env` (index -> info, when all are asked for), or
+    what the command is for.
+
+    lazy: make each environment when it first begins, so that one that cannot be made is a fault like any other
     """
 
     def __init__(
@@ -64,105 +74,153 @@ class EnvRunner:
         *,
         all_infos: bool = False,
         render: bool = False,
+        lazy: bool = False,
     ) -> None:
+        self.factory = factory
         self.arrays = arrays
         self.all_infos = all_infos
-        self.run_seed = 0
-        self.slots: list[Slot] = []
-        for index in indices:
-            with _naming(index):
-                self.slots.append(Slot(index, factory(render and index == 0)))
+        self.render_frames = render
+        self.slots = [Slot(index) for index in indices]
+        for slot in () if lazy else self.slots:
+            with _naming(slot.index):
+                self._make(slot)
 
     def call(self, command: str, *args: Any) -> Reply:
         return getattr(self, command)(*args)
 
-    def reset(
-        self, run_seed: int, episodes: Mapping[int, int], options: dict[str, Any] | None = None
-    ) -> Reply:
-        """Begin the given episodes: environment index -> episode number."""
-        self.run_seed = run_seed
+    def reset(self, envs: Sequence[int], options: dict[str, Any] | None = None) -> Reply:
+        """Begin episodes in these environments, with the seeds that lie in the shared memory."""
         reply: Reply = {}
         for slot in self.slots:
-            if slot.index in episodes:
-                with _naming(slot.index):
-                    self._begin(slot, episodes[slot.index], options, reply)
+            if slot.index in envs:
+                try:
+                    self._begin(slot, self.arrays.obs, options, reply)
+                except Exception:
+                    self._fail(slot, reply)
+                self.arrays.ticks[slot.index] += 1
         return reply
 
     def step(self) -> Reply:
-        """One step of each environment; one that had ended begins its next episode instead."""
+        """One step of each environment; one whose last row is an end begins its next episode instead."""
         reply: Reply = {}
+        arrays = self.arrays
+        obs, terminated, truncated = arrays.obs, arrays.terminated, arrays.truncated
         for slot in self.slots:
+            index = slot.index
             try:
-                if slot.ended:
-                    self._begin(slot, int(self.arrays.episode[slot.index]) + 1, None, reply)
+                if terminated[index] or truncated[index]:
+                    if arrays.seed[index] != REST:
+                        self._begin(slot, obs, None, reply)
                 else:
-                    self._step(slot, self.arrays.action[slot.index], reply)
-            except Exception as error:  # not _naming: this loop is the hot one
-                raise EnvironmentFailure(slot.index, traceback.format_exc()) from error
+                    self._step(slot, obs, arrays.action[index], reply)
+            except Exception:
+                self._fail(slot, reply)
+            arrays.ticks[index] += 1
         return reply
 
-    def replay(self, run_seed: int, histories: Mapping[int, tuple[int, np.ndarray]]) -> Reply:
-        """Go through open episodes again: index -> (episode number, actions since its reset).
+    def replay(self, histories: Mapping[int, Sequence[Segment]]) -> Reply:
+        """Go through open games again: index -> the episodes of a game, each the seed of its reset and its actions.
 
         `failed` lists those that ended early or raised on the way. Infos were passed on the first time.
         """
-        self.run_seed = run_seed
         failed = []
-        dtype = self.arrays.action.dtype
         for slot in self.slots:
-            episode, actions = histories[slot.index]
+            if slot.index not in histories:
+                continue
             try:
-                self._begin(slot, episode, None, {})
-                for action in actions.astype(dtype):
-                    if slot.ended:
-                        failed.append(slot.index)
-                        break
-                    self._step(slot, action, {})
+                if not self._replay(slot, histories[slot.index]):
+                    failed.append(slot.index)
             except Exception:
+                self._fail(slot, {})
                 failed.append(slot.index)
         return {"failed": failed}
 
     def render(self) -> Reply:
-        """What the first environment looks like now."""
-        with _naming(self.slots[0].index):
-            return {"frame": np.asarray(self.slots[0].env.render())}
+        """What the first environment looks like now; nothing when it has failed and not begun again."""
+        slot = self.slots[0]
+        if slot.env is None:
+            return {}
+        with _naming(slot.index):
+            return {"frame": np.asarray(slot.env.render())}
 
     def close(self) -> None:
         for slot in self.slots:
-            slot.env.close()
+            if slot.env is not None:
+                slot.env.close()
 
-    def _begin(self, slot: Slot, episode: int, options: dict[str, Any] | None, reply: Reply) -> None:
+    def _make(self, slot: Slot) -> gymnasium.Env:
+        slot.env = self.factory(self.render_frames and slot.index == 0)
+        inner = slot.env.unwrapped
+        slot.game = inner if hasattr(inner, "reset_continues") else None
+        return slot.env
+
+    @staticmethod
+    def _open(slot: Slot) -> gymnasium.Env:
+        if slot.env is None:
+            raise RuntimeError(f"environment {slot.index} has no open episode")
+        return slot.env
+
+    def _begin(
+        self, slot: Slot, obs_arrays: dict[str, np.ndarray], options: dict[str, Any] | None, reply: Reply
+    ) -> None:
         arrays, index = self.arrays, slot.index
-        seed = derive_seed(self.run_seed, "env", index, episode) & 0x7FFFFFFF  # some take only 31 bits
-        obs, info = slot.env.reset(seed=seed, options=options)
-        for name, array in arrays.obs.items():
+        env = slot.env or self._make(slot)
+        if slot.game is not None and slot.game.reset_continues and not arrays.goes_on[index]:
+            options = {**(options or {}), "restart": True}
+        obs, info = env.reset(seed=int(arrays.seed[index]), options=options)
+        for name, array in obs_arrays.items():
             array[index] = obs[name]
         arrays.reward[index] = 0.0
         arrays.terminated[index] = False
         arrays.truncated[index] = False
-        arrays.episode[index] = episode
-        slot.ended = False
+        arrays.goes_on[index] = False
         slot.log = {}
         if self.all_infos:
             reply.setdefault("env", {})[index] = info
 
-    def _step(self, slot: Slot, action: Any, reply: Reply) -> None:
+    def _step(self, slot: Slot, obs_arrays: dict[str, np.ndarray], action: Any, reply: Reply) -> None:
         arrays, index = self.arrays, slot.index
-        obs, reward, terminated, truncated, info = slot.env.step(action)
-        for name, array in arrays.obs.items():
+        obs, reward, terminated, truncated, info = self._open(slot).step(action)
+        for name, array in obs_arrays.items():
             array[index] = obs[name]
         arrays.reward[index] = reward
-        arrays.terminated[index] = terminated
-        arrays.truncated[index] = truncated
         for key, value in info.items():
             if key.startswith(LOG_PREFIX):
                 slot.log[key] = slot.log.get(key, 0.0) + float(value)
         if terminated or truncated:
-            slot.ended = True
+            arrays.terminated[index] = terminated
+            arrays.truncated[index] = truncated
+            arrays.goes_on[index] = slot.game is not None and slot.game.reset_continues
             if slot.log:
                 reply.setdefault("log", {})[index] = slot.log
         if self.all_infos:
             reply.setdefault("env", {})[index] = info
+
+    def _replay(self, slot: Slot, segments: Sequence[Segment]) -> bool:
+        """Whether everything went as it did before: ends only where an episode of the game ended."""
+        arrays, index = self.arrays, slot.index
+        for number, (seed, actions) in enumerate(segments):
+            if number == 0:
+                arrays.goes_on[index] = False
+            elif not arrays.goes_on[index]:
+                return False
+            arrays.seed[index] = seed
+            self._begin(slot, arrays.obs, None, {})
+            for action in actions.astype(arrays.action.dtype):
+                if arrays.terminated[index] or arrays.truncated[index]:
+                    return False
+                self._step(slot, arrays.obs, action, {})
+                arrays.ticks[index] += 1
+        return True
+
+    @staticmethod
+    def _fail(slot: Slot, reply: Reply) -> None:
+        """Inside `except`: give the environment up and report why."""
+        reply.setdefault("faults", {})[slot.index] = traceback.format_exc()
+        env, slot.env = slot.env, None
+        if env is not None:
+            with contextlib.suppress(Exception):
+                env.close()
 
 
 @contextlib.contextmanager
@@ -187,9 +245,8 @@ def worker_main(
 
     def build() -> Reply:
         nonlocal runner
-        factory, indices, all_infos, render = pickle.loads(payload)
-        arrays = StepArrays(spec, num_envs, memory)
-        runner = EnvRunner(factory, indices, arrays, all_infos=all_infos, render=render)
+        factory, indices, options = pickle.loads(payload)
+        runner = EnvRunner(factory, indices, StepArrays(spec, num_envs, memory), **options)
         return {}
 
     try:

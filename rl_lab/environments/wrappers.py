@@ -59,8 +59,12 @@ class TimeLimit(gymnasium.Wrapper):
 
 
 def without_time_limit(env: gymnasium.Env) -> gymnasium.Env:
-    """The environment without the limit it was registered with, so that a longer one can be given."""
-    return env.env if isinstance(env, gymnasium.wrappers.TimeLimit) else env
+    """The environment without the limit it came with, so that a longer one can be given."""
+    if isinstance(env, (gymnasium.wrappers.TimeLimit, TimeLimit)):
+        return env.env
+    if isinstance(env, gymnasium.Wrapper):  # a suite's own wrappers may stand around the limit
+        env.env = without_time_limit(env.env)
+    return env
 
 
 class RenderedPixels(gymnasium.ObservationWrapper):

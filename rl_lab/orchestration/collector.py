@@ -7,7 +7,7 @@ arrived waits until the next `step`, so a checkpoint (which settles what is in f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class Arrived:
     truncated: np.ndarray
     is_first: np.ndarray
     logs: dict[int, dict[str, float]]
+    closed: list[int] = field(default_factory=list)  # environments that failed: this row ends their episode
 
 
 class Collector:
@@ -66,8 +67,14 @@ class Collector:
 
     @torch.no_grad()
     def step(self, policy: Policy, mode: ActMode) -> CollectResult:
-        """Receive all N results, act on them, send the actions, and return the rows."""
+        """Receive all N results, act on them, send the actions, and return the rows.
+
+        EnvironmentFaultError when too much has failed; nothing has changed then, and a checkpoint can be taken.
+        """
         self.settle()
+        failure = getattr(self.environment, "failure", None)  # a dreamed environment has none
+        if failure is not None:
+            raise failure
         arrived, self._arrived = self._arrived, None
         assert arrived is not None, "reset() first"
         with self.stopwatch("act"):
@@ -92,7 +99,7 @@ class Collector:
         self.environment.step_async(sent)
         self._in_flight = True
         counted = ~arrived.is_first
-        episodes = self.tracker.update(arrived.reward, ended, counted, arrived.logs)
+        episodes = self.tracker.update(arrived.reward, ended, counted, arrived.logs, arrived.closed)
         return CollectResult(steps=int(counted.sum()), episodes=episodes, trajectory=rows)
 
     def _acting(self, policy: Policy) -> ActRunner:
@@ -114,6 +121,7 @@ class Collector:
             truncated=np.array(truncated, dtype=bool),
             is_first=np.array(self.environment.is_first, dtype=bool),
             logs=infos.get("log", {}),
+            closed=list(infos.get("closed", ())),
         )
 
     def get_state(self) -> dict[str, Any]:
@@ -129,6 +137,7 @@ class Collector:
             "truncated": arrived.truncated,
             "is_first": arrived.is_first,
             "logs": arrived.logs,
+            "closed": arrived.closed,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> list[int]:
@@ -147,6 +156,7 @@ class Collector:
         self.tracker.returns[fresh] = 0.0
         self.tracker.lengths[fresh] = 0
         arrived.logs = {env: dict(log) for env, log in state["logs"].items() if kept[env]}
+        arrived.closed = [env for env in state.get("closed", ()) if kept[env]]
         self._arrived = arrived
         self._in_flight = False
         return fresh

@@ -105,8 +105,12 @@ class Dies(Base):
 
 
 class Slow(Base):
+    def __init__(self, render_mode=None, seconds=0.5):
+        super().__init__(render_mode)
+        self.seconds = seconds
+
     def step(self, action):
-        time.sleep(0.5 if action == 1 else 0.0)
+        time.sleep(self.seconds if action == 1 else 0.0)
         return super().step(action)
 
 
@@ -144,3 +148,71 @@ def with_options(size_of_step: float = 1.0, render_mode: str | None = None):
 
 
 not_an_environment = dict
+
+
+class Fails(Base):
+    """Does what the action says: 0 nothing, 1 raise, 2 die, 3 hang, 4 give half an observation. Ends after 9 steps.
+
+    bad_seeds: of this many seeds in a row all but the last cannot begin an episode, from the second reset on
+    """
+
+    def __init__(self, render_mode=None, bad_seeds=1):
+        super().__init__(render_mode)
+        self.observation_space = spaces.Dict(
+            {"count": spaces.Box(0, 99, (1,), np.float32), "draw": spaces.Box(0, 1, (3,), np.float32)}
+        )
+        self.action_space = spaces.Discrete(5)
+        self.bad_seeds = bad_seeds
+        self.begun = False
+
+    def observe(self):
+        draw = self.np_random.random(3).astype(np.float32)
+        return {"count": np.full(1, self.count, np.float32), "draw": draw}
+
+    def reset(self, *, seed=None, options=None):
+        if self.begun and seed % self.bad_seeds:
+            raise RuntimeError(f"no level for seed {seed}")
+        self.begun = True
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        if action == 1:
+            raise ValueError("the wheel came off")
+        if action == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == 3:
+            time.sleep(60)
+        obs, reward, _, _, info = super().step(action)
+        if action == 4:
+            obs["draw"] = np.zeros(2, np.float32)
+        return obs, reward, False, self.count >= 9, info
+
+
+class NeverAgain(Fails):
+    """Begins once, in all processes together (`mark` is a file), and never again."""
+
+    def __init__(self, render_mode=None, mark=""):
+        super().__init__(render_mode)
+        self.mark = mark
+
+    def reset(self, *, seed=None, options=None):
+        if os.path.exists(self.mark):
+            raise RuntimeError("the levels are used up")
+        return super().reset(seed=seed)
+
+
+def chance_of_failure(render_mode=None, raises=0.02, dies=0.0):
+    """CartPole that fails by chance, decided by the episode's seed and so repeatable."""
+    env = gymnasium.make("CartPole-v1").unwrapped
+    original = env.step
+
+    def step(action):
+        draw = env.np_random.random()
+        if draw < raises:
+            raise ValueError("the wheel came off")
+        if draw < raises + dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(action)
+
+    env.step = step
+    return env

@@ -1,5 +1,7 @@
+import numpy as np
 import pytest
 
+from rl_lab.compose import compose_config
 from rl_lab.environments import env_config_options, make_env
 from rl_lab.environments.aliases import canonical, with_suite
 from rl_lab.errors import ConfigError
@@ -46,8 +48,6 @@ def test_a_suites_file_needs_only_the_task():
 
 
 def test_the_command_lines_two_forms_are_one():
-    from rl_lab.compose import compose_config
-
     short = compose_config(["environment=atari100k", "environment.task=boxing"]).environment
     long = compose_config(["environment=atari100k", "environment.task=atari100k/boxing"]).environment
     assert env_config_options(short) == env_config_options(long)
@@ -55,3 +55,21 @@ def test_the_command_lines_two_forms_are_one():
     assert env_config_options(other)["action_repeat"] is None  # the suite's own four frames, not one
     with pytest.raises(ConfigError, match="no environment 'boxing'"):
         make_env("boxing")
+
+
+def test_python_and_the_command_line_open_the_same_door():
+    pytest.importorskip("minigrid", reason="extra: minigrid")
+    node = compose_config(
+        ["environment=minigrid", "environment.task=DoorKey-5x5", "environment.num_envs=2"]
+    ).environment
+    with (
+        make_env(**{**env_config_options(node), "workers": 0}, seed=4) as left,
+        make_env("minigrid/DoorKey-5x5", num_envs=2, workers=0, seed=4, observe="rgb", size=64) as right,
+    ):
+        assert left.spec == right.spec
+        for env in (left, right):
+            env.reset()
+        for step in range(6):
+            seen = [env.step(np.array([step % 3, 2])) for env in (left, right)]
+            np.testing.assert_array_equal(seen[0][0]["image"], seen[1][0]["image"])
+            np.testing.assert_array_equal(seen[0][1], seen[1][1])

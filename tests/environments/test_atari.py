@@ -85,7 +85,7 @@ class Reference:
 def test_frames_equal_the_slow_reference(task, options, look, decisions):
     game = task.partition("/")[2]
     with make_env(task, 1, workers=0, **options) as env:
-        single = env._workers[0]._runner.slots[0].env.unwrapped
+        single = env.crew.workers[0]._runner.slots[0].env.unwrapped
         obs, _ = env.reset(seed=4)
         actions = np.random.default_rng(1)
         for step in range(decisions):
@@ -156,7 +156,7 @@ def test_limits_and_noops_of_the_variants():
         ({"time_limit": 12}, 48, False),
     ):
         with make_env("atari100k/pong", 1, workers=0, **options) as env:
-            single = env._workers[0]._runner.slots[0].env.unwrapped
+            single = env.crew.workers[0]._runner.slots[0].env.unwrapped
             assert (single.max_frames, single.count_noops) == (frames, counted)
             env.reset()
             assert single._elapsed == (single.ale.getEpisodeFrameNumber() if counted else 0)

@@ -30,7 +30,7 @@ def test_achievements_are_logged_once_an_episode():
 
 
 def test_reward_can_be_left_out():
-    paid, unpaid = (CrafterEnv(reward=pay, size=(64, 64), length=200, area=16) for pay in (True, False))
+    paid, unpaid = (CrafterEnv(reward=pay, size=(64, 64), area=16) for pay in (True, False))
     for env in (paid, unpaid):
         env.reset(seed=3)
     rng = np.random.default_rng(1)
@@ -47,7 +47,7 @@ def test_reward_can_be_left_out():
 
 
 def test_looking_does_not_change_the_game():
-    seen, unseen = (CrafterEnv(reward=True, size=(48, 48), length=900, area=16) for _ in range(2))
+    seen, unseen = (CrafterEnv(reward=True, size=(48, 48), area=16) for _ in range(2))
     for env in (seen, unseen):
         env.reset(seed=2)
         env._env._step = 260  # night falls: its grain is drawn from the game's own generator
@@ -62,7 +62,7 @@ def test_a_seed_decides_where_all_creatures_go():
     """Crafter keeps them in sets, whose order follows memory addresses: unordered, these games part within 20 steps."""
     games = []
     for _ in range(2):
-        env = CrafterEnv(reward=True, size=(64, 64), length=400, area=24)
+        env = CrafterEnv(reward=True, size=(64, 64), area=24)
         env.reset(seed=2)
         places = []
         for _ in range(40):

@@ -75,3 +75,20 @@ def test_third_mistake_terminates():
 def test_unknown_task():
     with pytest.raises(ConfigError, match=r"'dummy/discret'.*'discrete'"):
         make_env("dummy/discret")
+
+
+def test_catch_by_following_the_ball():
+    env = make_env("dummy/catch", 3, workers=0, seed=4, cells=6, side=16)
+    obs, _ = env.reset()
+    assert obs["image"].shape == (3, 3, 16, 16)
+    total, steps = np.zeros(3), 0
+    while True:
+        # The ball is the reddest cell, the paddle the bluest; both may be in the same cell at the bottom.
+        ball = obs["image"][:, 0].max(1).argmax(1)
+        paddle = obs["image"][:, 2, -1].argmax(1)
+        obs, reward, terminated, truncated, infos = env.step(1 + np.sign(ball.astype(int) - paddle))
+        total, steps = total + reward, steps + 1
+        if terminated.all():
+            break
+        assert not truncated.any()
+    assert steps == 15 and (total == 3).all() and infos["log"][0] == {"log/hits": 3.0}

@@ -52,12 +52,13 @@ def test_environment_without_determinism_is_found_and_begins_anew(factory, worke
         env.reset()
         for _ in range(6):
             env.step(np.zeros(3, np.int64))
-        state = env.get_state()
-        assert env.set_state(state) == [0, 1, 2]
-        assert env.is_first.all() and not env.last_dones.any()
-        assert env.get_state()["episode"].tolist() == (state["episode"] + 1).tolist()
+        state, ended = env.get_state(), env.last_dones
+        assert env.set_state(state) == np.flatnonzero(~ended).tolist()  # at an end there is nothing to replay
+        np.testing.assert_array_equal(env.is_first, ~ended)
+        np.testing.assert_array_equal(env.last_dones, ended)
+        assert env.get_state()["episode"].tolist() == (state["episode"] + ~ended).tolist()
         env.step(np.zeros(3, np.int64))
-        assert not env.is_first.any()
+        np.testing.assert_array_equal(env.is_first, ended)
 
 
 def test_only_what_differs_begins_anew():
@@ -86,3 +87,66 @@ def test_another_number_of_environments_is_refused():
     env.reset()
     with pytest.raises(CheckpointError, match=r"has 2 environments and this run has 3.*num_envs=2"):
         make_env("dummy/count", 3, workers=0).set_state(env.get_state())
+
+
+@pytest.mark.parametrize(("workers", "sticky"), [(0, 0.0), (1, 0.25)])
+def test_a_game_that_a_lost_life_does_not_end_is_resumed_from_its_start(workers, sticky):
+    pytest.importorskip("ale_py", reason="extra: atari")
+    options = {"life_loss": "end", "sticky": sticky, "size": 24, "full_actions": False, "copy": True}
+    actions = np.random.default_rng(3).integers(0, 4, (200, 1))
+    with (
+        make_env("atari/breakout", 1, workers=workers, seed=5, **options) as env,
+        make_env("atari/breakout", 1, workers=0, seed=1, **options) as other,
+    ):
+        env.reset()
+        rows, states = [], []
+        for action in actions:
+            rows.append((*env.step(action), env.is_first))
+            states.append(env.get_state())
+        resets = [step for step, row in enumerate(rows) if row[5][0]]
+        lives = [step for step in resets if states[step]["cuts"][0]]  # of them, those that go on with a game
+        assert len(lives) > 1 and len(states[lives[1]]["cuts"][0]) == 2
+        other.reset()
+        for stop in (
+            lives[1] - 1,
+            lives[1],
+            lives[1] + 9,
+        ):  # at the loss, at the reset, in the middle of a life
+            assert other.set_state(states[stop]) == []
+            for step in range(stop + 1, min(stop + 30, len(actions))):
+                result = (*other.step(actions[step]), other.is_first)
+                np.testing.assert_array_equal(result[0]["image"], rows[step][0]["image"])
+                for place in (1, 2, 3, 5):
+                    np.testing.assert_array_equal(result[place], rows[step][place])
+
+
+def test_an_episode_with_more_actions_than_are_kept_begins_anew():
+    said = []
+    with make_env(sample_envs.Base, 3, workers=0, history_limit=5) as env:
+        env.listen(said.append)
+        env.reset()
+        for _ in range(5):
+            env.step(np.zeros(3, np.int64))
+        with make_env(sample_envs.Base, 3, workers=0, history_limit=5) as other:
+            assert other.set_state(env.get_state()) == [] and said == []
+        for _ in range(3):
+            env.step(np.zeros(3, np.int64))
+        assert len(said) == 1 and "environment.history_limit=5" in said[0]
+        state = env.get_state()
+        assert state["forgotten"] == [0, 1, 2] and all(len(actions) == 0 for actions in state["actions"])
+        with make_env(sample_envs.Base, 3, workers=2, history_limit=5) as other:
+            assert other.set_state(state) == [0, 1, 2] and other.is_first.all()
+            assert other.last_obs["vector"].tolist() == [[0.0]] * 3
+            assert other.get_state()["episode"].tolist() == [1, 1, 1]
+
+
+def test_at_an_end_nothing_has_to_be_kept():
+    with make_env("dummy/count", 2, workers=0, length=9, history_limit=4) as env:
+        env.listen([].append)
+        roll(env, steps=9)
+        assert env.last_dones.all() and env.get_state()["forgotten"] == []
+        with make_env("dummy/count", 2, workers=2, length=9, history_limit=4) as other:
+            assert (
+                other.set_state(env.get_state()) == [] and other.last_dones.all() and not other.is_first.any()
+            )
+            assert_same(roll(env, steps=3, reset=False), roll(other, steps=3, reset=False))

@@ -5,6 +5,7 @@ from rl_lab.environments.history import FIRST_CAPACITY, ActionHistory
 from rl_lab.records import ActionSpec
 
 DISCRETE = ActionSpec("discrete", (), choices=(3,))
+NO = np.zeros(3, bool)
 CONTINUOUS = ActionSpec("continuous", (2,), low=(-1.0, -1.0), high=(1.0, 1.0))
 
 
@@ -14,14 +15,15 @@ def test_against_plain_lists():
     for _ in range(5 * FIRST_CAPACITY):  # far beyond the first capacity for environment 0, which never ends
         actions = rng.integers(0, 3, 3)
         ignored = np.array([False, rng.random() < 0.1, rng.random() < 0.02])
-        history.record(actions, ignored)
+        history.record(actions, ignored, NO)
         for env in range(3):
             lists[env] = [] if ignored[env] else [*lists[env], int(actions[env])]
         assert history.lengths.tolist() == [len(kept) for kept in lists]
     for env in range(3):
-        assert history.get(env).tolist() == lists[env]
-    history.clear()
-    assert history.lengths.tolist() == [0, 0, 0] and len(history.get(0)) == 0
+        actions, cuts = history.get(env)
+        assert actions.tolist() == lists[env] and cuts == []
+    history.begin(range(3))
+    assert history.lengths.tolist() == [0, 0, 0] and len(history.get(0)[0]) == 0
 
 
 @pytest.mark.parametrize(("spec", "dtype"), [(DISCRETE, np.uint8), (CONTINUOUS, np.float32)])
@@ -29,17 +31,46 @@ def test_set_takes_back_what_get_gave(spec, dtype):
     first, second = ActionHistory(spec, 2), ActionHistory(spec, 2)
     rng = np.random.default_rng(0)
     for _ in range(FIRST_CAPACITY + 10):
-        first.record(rng.integers(0, 2, (2, *spec.shape)), np.array([False, False]))
-    assert first.get(1).dtype == dtype
-    second.set(1, first.get(1))
+        first.record(rng.integers(0, 2, (2, *spec.shape)), NO[:2], NO[:2])
+    assert first.get(1)[0].dtype == dtype
+    second.set(1, *first.get(1))
     last = rng.integers(0, 2, (2, *spec.shape))
     for history in (first, second):
-        history.record(last, np.array([False, False]))
-    np.testing.assert_array_equal(first.get(1), second.get(1))
-    assert len(second.get(0)) == 1
+        history.record(last, NO[:2], NO[:2])
+    np.testing.assert_array_equal(first.get(1)[0], second.get(1)[0])
+    assert len(second.get(0)[0]) == 1
 
 
 def test_many_choices_need_more_than_a_byte():
     history = ActionHistory(ActionSpec("discrete", (), choices=(1000,)), 1)
-    history.record(np.array([999]), np.array([False]))
-    assert history.get(0).tolist() == [999]
+    history.record(np.array([999]), NO[:1], NO[:1])
+    assert history.get(0)[0].tolist() == [999]
+
+
+def test_a_reset_that_continues_a_game_cuts_and_does_not_forget():
+    history = ActionHistory(DISCRETE, 2)
+    yes = np.array([True, False])
+    for step, (began, continued) in enumerate(
+        [(NO, NO), (NO, NO), (yes, yes), (NO, NO), (yes, yes), (yes, NO)]
+    ):
+        if step == 5:
+            assert history.get(0)[0].tolist() == [0, 1, 0] and history.get(0)[1] == [2, 3]
+            copy = ActionHistory(DISCRETE, 2)
+            copy.set(0, *history.get(0))
+            assert copy.get(0)[1] == [2, 3] and copy.lengths[0] == 3
+        history.record(np.array([step % 3, 2]), began[:2], continued[:2])
+    assert history.get(0)[0].tolist() == [] and history.get(0)[1] == [] and history.lengths[1] == 6
+
+
+@pytest.mark.parametrize("limit", [0, 1, 7, FIRST_CAPACITY, 3 * FIRST_CAPACITY])
+def test_no_more_than_the_limit_is_kept(limit):
+    history = ActionHistory(DISCRETE, 2, limit=limit)
+    for step in range(limit + 5):
+        assert history.forgotten.tolist() == [step > limit] * 2 and history.overflown == (step > limit)
+        if step <= limit:
+            assert history.get(0)[0].tolist() == [number % 3 for number in range(step)]
+        history.record(np.array([step % 3, 0]), NO[:2], NO[:2])
+    assert history._actions.shape[1] <= limit + 1
+    history.record(np.array([1, 1]), np.array([True, False]), NO[:2])
+    history.record(np.array([2, 2]), NO[:2], NO[:2])
+    assert history.forgotten.tolist() == [limit < 1, True] and history.lengths.tolist() == [1, limit + 7]

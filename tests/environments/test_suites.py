@@ -1,76 +1,40 @@
 """One contract for every suite that is installed: spaces, seeds, ends, workers, resume, rendering."""
 
-import ctypes.util
-import importlib.util
+import importlib
 
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
+from suite_cases import CASES, LIMIT, PACKAGES, each_case, needs, suite_of
 from test_vector import assert_same, roll
 
 from rl_lab.environments import make as make_module
-from rl_lab.environments import make_env, probe_spec
-from rl_lab.errors import MissingPackageError
-
-LIMIT = 5
-PACKAGES = {
-    "atari": "ale_py",
-    "atari100k": "ale_py",
-    "dmc": "dm_control",
-    "crafter": "crafter",
-    "minigrid": "minigrid",
-    "carracing": "Box2D",
-    "popgym": "popgym",
-    "memory_maze": "memory_maze",
-}
-CASES = {
-    "atari/breakout": {},
-    "atari100k/assault": {},
-    "atari100k/pong": {"variant": "iris", "life_loss": "off", "noops": 0},
-    "dmc/reacher_easy": {"action_repeat": 2},
-    "dmc/cartpole_swingup": {"observe": "both", "fast_render": True, "size": 32},
-    "crafter/reward": {"area": 16},  # a whole world takes a second to make
-    "minigrid/Dynamic-Obstacles-6x6": {},
-    "minigrid/DoorKey-5x5": {"observe": "rgb", "size": 64},
-    "carracing/discrete": {"size": 64, "crop": True},
-    "popgym/RepeatPreviousEasy": {},
-    "popgym/MineSweeperEasy": {"previous_action": True},
-    "memory_maze/9x9": {},
-}
+from rl_lab.environments import make_env
 
 
-def needs(task, options=None):
-    suite = task.partition("/")[0]
-    if importlib.util.find_spec(PACKAGES[suite]) is None:
-        pytest.skip(f"suite {suite} is not installed")
-    draws = suite == "memory_maze" or (options or {}).get("observe") == "both"
-    if draws and not (ctypes.util.find_library("EGL") or ctypes.util.find_library("OSMesa")):
-        pytest.skip("neither EGL nor OSMesa to draw with")
+def test_every_suite_is_among_the_cases():
+    # `multitask` is made of the others and has tests of its own.
+    assert {suite_of(task) for task in CASES} == set(make_module.SUITES) - {"multitask"} == set(PACKAGES)
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        # A maze takes seconds to build in software rendering, and the contract builds many.
-        pytest.param(task, marks=pytest.mark.learning) if task.startswith("memory_maze") else task
-        for task in CASES
-    ],
-)
+@pytest.mark.parametrize("task", each_case())
 def test_contract(task):
+    needs(task)
     options = CASES[task]
-    needs(task, options)
-    limit = {} if task.startswith("popgym") else {"time_limit": LIMIT}
+    limit = {} if suite_of(task) == "popgym" else {"time_limit": LIMIT}  # its episodes have ends of their own
     draws = not task.startswith("dmc/reacher")  # needs no GL, so that one case of the suite runs everywhere
     with (
         make_env(task, 2, workers=0, seed=5, render=draws, **options, **limit) as env,
         make_env(task, 2, workers=1, seed=0, **options, **limit) as other,
     ):
-        rows = roll(env, steps=2 * LIMIT + 2)
+        rows = roll(env, steps=2 * LIMIT + 3)  # two episodes with their resets, and a step of the third
         for row in rows:
             for name, spec in env.spec.observations.items():
                 assert row[name].shape == (2, *spec.shape) and row[name].dtype == spec.dtype
                 assert env.observation_space[name].contains(row[name])
+        # Something happens: a picture that never changes would pass all else.
+        names = env.spec.observations
+        assert any((row[name] != rows[0][name]).any() for row in rows[1:LIMIT] for name in names)
         check_ends(rows[1:], limited=bool(limit))
         if draws:
             frame = env.render()
@@ -99,53 +63,12 @@ def check_ends(rows, limited):
         ended = row["terminated"] | row["truncated"]
 
 
-@pytest.mark.parametrize("task", [task for task in CASES if not task.startswith("memory_maze")])
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the checker's advice on wrappers and unbounded spaces
-def test_gymnasiums_own_check(task):
-    """On the single environment, behind the lab's wrappers, as workers have it."""
-    needs(task, CASES[task])
-    factory = make_module._factory(task, size=None, action_repeat=None, time_limit=None, **without_size(task))
-    env = factory()
-    try:
-        check_env(env, skip_render_check=True, skip_close_check=True)
-    finally:
-        env.close()
-
-
-def without_size(task):
-    return {key: value for key, value in CASES[task].items() if key not in ("size", "action_repeat")}
-
-
-@pytest.mark.parametrize("suite", PACKAGES)
-def test_missing_package_is_one_line_with_its_cure(suite, monkeypatch):
-    import sys
-
-    gone = {
-        "atari": "ale_py",
-        "atari100k": "ale_py",
-        "dmc": "dm_control",
-        "memory_maze": "gym",
-        "carracing": "Box2D",
-    }.get(suite, suite)
-    for module in [name for name in sys.modules if name == gone or name.startswith(gone + ".")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, gone, None)  # what importing then raises is ModuleNotFoundError
-    for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:
-        monkeypatch.delitem(sys.modules, name)
-    task = next(task for task in CASES if task.startswith(suite + "/"))
-    monkeypatch.setattr(make_module, "_probed", {})
-    monkeypatch.setenv("MUJOCO_GL", "egl")
-    with pytest.raises(MissingPackageError, match=r'pip install "rl-lab\[[\w-]+\]"') as caught:
-        probe_spec(task)
-    assert "\n" not in str(caught.value) and suite in str(caught.value)
-
-
 def test_suites_tell_their_tasks():
     for suite, module in make_module.SUITES.items():
         adapter = importlib.import_module(module)
         names = adapter.tasks()
         assert isinstance(adapter.EXTRA, str)
-        if suite in PACKAGES and importlib.util.find_spec(PACKAGES[suite]) is not None:
+        if PACKAGES.get(suite) and importlib.util.find_spec(PACKAGES[suite]) is not None:
             assert names and all(isinstance(name, str) for name in names)
             assert all(adapter.resolve(name) for name in names[:5])
 

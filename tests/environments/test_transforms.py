@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from rl_lab.environments import make_env, probe_spec
+from rl_lab.compose import compose_config
+from rl_lab.environments import env_config_options, make_env, probe_spec
+from rl_lab.environments.transforms import WRAPPERS
 from rl_lab.errors import ConfigError
 
 
@@ -22,6 +24,18 @@ def test_grayscale_weighs_the_channels():
         red, green, blue = full["image"].astype(float).transpose(1, 0, 2, 3)
         np.testing.assert_array_equal(obs["image"][:, 0], np.rint(0.299 * red + 0.587 * green + 0.114 * blue))
         np.testing.assert_array_equal(obs["vector"], full["vector"])
+
+
+def test_crop_keeps_a_part_of_the_image():
+    spec, rows = steps("dummy/dict", 2, {"crop": [2, 9, 4, 16]})
+    _, plain = steps("dummy/dict", 2, {})
+    assert spec.observations["image"].shape == (3, 7, 12) and spec.observations["vector"].shape == (3,)
+    for (obs, *_), (full, *_) in zip(rows, plain, strict=True):
+        np.testing.assert_array_equal(obs["image"], full["image"][:, :, 2:9, 4:16])
+    with pytest.raises(ConfigError, match="no part of the 16×16 image"):
+        steps("dummy/dict", 1, {"crop": [2, 17, 4, 16]})
+    with pytest.raises(ConfigError, match="four whole numbers"):
+        steps("dummy/dict", 1, {"crop": 64})
 
 
 def test_frames_are_stacked_and_a_reset_fills_them():
@@ -62,6 +76,33 @@ def test_noise_has_its_size_and_follows_the_seed():
         np.testing.assert_array_equal(a[0]["vector"], b[0]["vector"])
         np.testing.assert_array_equal(a[0]["image"], b[0]["image"])
     assert noisy[0][0]["image"].dtype == np.uint8 and (noisy[5][0]["image"] != clean[5][0]["image"]).any()
+
+
+FROM_CONFIG = {
+    "crop": "[2,9,0,16]",
+    "frame_stack": 3,
+    "observation_noise": 0.1,
+    "reward_scale": 0.5,
+    "reward_clip": 0.2,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_every_wrapper_from_the_command_line(name):
+    word = f"+environment.wrappers.{name}={FROM_CONFIG.get(name, 'true')}"
+    results = []
+    for words in ([], [word]):
+        options = env_config_options(compose_config(["environment=dummy_dict", *words]).environment)
+        with make_env(**{**options, "workers": 0}, seed=2) as env:
+            obs, _ = env.reset()
+            rewards = [env.step(np.zeros((env.num_envs, 2), np.int64))[1] for _ in range(3)]
+            results.append((obs["image"], obs["vector"], np.array(rewards)))
+    changed = [
+        left.shape != right.shape or (left != right).any() for left, right in zip(*results, strict=True)
+    ]
+    assert any(changed[2:] if name.startswith("reward") else changed[:2])
+    if name == "reward_sign":  # rewards are 0, 1/2 and 1
+        assert set(results[1][2].reshape(-1)) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -11,7 +11,7 @@ import pytest
 import sample_envs
 
 from rl_lab.environments import make_env
-from rl_lab.errors import LabError
+from rl_lab.errors import EnvironmentFaultError, LabError
 
 ZEROS, ONES = np.zeros(3, np.int64), np.ones(3, np.int64)
 ROOT = Path(__file__).parents[2]
@@ -33,14 +33,18 @@ def gone(pid, seconds=5.0):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_environments_exception_arrives_with_its_traceback(workers):
-    env = make_env(sample_envs.Raises, 3, workers=workers)
+    env = make_env(sample_envs.Raises, 3, workers=workers, restarts={"limit": 0})
     env.reset()
     for _ in range(2):
         env.step(ZEROS)
-    with pytest.raises(LabError, match="environment 2 raised: ValueError: the wheel came off") as caught:
-        env.step(np.array([0, 0, 1]))
-    assert "sample_envs.py" in str(caught.value) and "raise ValueError" in str(caught.value)
-    assert env.closed
+    env.step(np.array([0, 0, 1]))
+    for call in (lambda: env.step(ZEROS), env.reset, env.render):
+        with pytest.raises(
+            EnvironmentFaultError, match="environment 2 raised ValueError: the wheel came off"
+        ) as caught:
+            call()
+        assert "sample_envs.py" in str(caught.value) and "raise ValueError" in str(caught.value)
+    env.close()
 
 
 def test_a_constructors_exception_arrives():
@@ -54,28 +58,35 @@ def test_a_constructors_exception_arrives():
 
 
 def test_a_dead_worker_is_noticed():
-    env = make_env(sample_envs.Dies, 3, workers=2)
+    env = make_env(sample_envs.Dies, 3, workers=2, restarts={"limit": 0})
     env.reset()
-    with pytest.raises(LabError, match=r"environments 0 to 1 died \(exit code -9\)"):
-        env.step(np.array([0, 1, 0]))
-    assert env.closed
+    env.step(np.array([0, 1, 0]))
+    with pytest.raises(EnvironmentFaultError, match=r"environments 0 to 1 was killed by SIGKILL.*num_envs"):
+        env.step(ZEROS)
+    env.close()
 
 
 def test_a_worker_that_died_between_steps_is_noticed():
-    env = make_env("dummy/count", 3, workers=3)
+    env = make_env("dummy/count", 3, workers=3, restarts={"limit": 0})
     env.reset()
-    env._workers[1].process.kill()
-    env._workers[1].process.join()
-    with pytest.raises(LabError, match="environment 1 died"):
+    os.kill(env.worker_pids()[1], signal.SIGKILL)
+    assert gone(env.worker_pids()[1])
+    env.step(ZEROS)
+    with pytest.raises(EnvironmentFaultError, match="environment 1 was killed by SIGKILL"):
         env.step(ZEROS)
 
 
-def test_waiting_can_have_an_end():
-    env = make_env(sample_envs.Slow, 1, workers=1)
+def test_waiting_has_an_end_and_slow_is_not_stuck():
+    # Each call takes 0.2 s: three in a row are longer than the timeout, and no reason to worry.
+    env = make_env(sample_envs.Slow, 3, workers=1, timeout=0.4, restarts={"limit": 0}, seconds=0.2)
     env.reset()
-    env.step_async(ONES[:1])
-    with pytest.raises(LabError, match=r"environment 0 gave no answer for 0\.1 s"):
-        env._receive(env._workers[0], timeout=0.1)
+    assert env.step(ONES)[1].tolist() == [1.0, 1.0, 1.0]
+    env.close()
+    env = make_env(sample_envs.Slow, 1, workers=1, timeout=0.1, restarts={"limit": 0})
+    env.reset()
+    env.step(ONES[:1])
+    with pytest.raises(EnvironmentFaultError, match=r"environment 0 gave no answer for 0\.1 s"):
+        env.step(ONES[:1])
 
 
 def test_workers_are_light_deaf_to_interrupts_and_know_the_variables(monkeypatch):
@@ -92,8 +103,8 @@ def test_close_ends_the_processes_and_frees_the_memory():
     files = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     env = make_env("dummy/dict", 4, workers=2)
     env.reset()
-    pids = [worker.process.pid for worker in env._workers]
-    processes = [worker.process for worker in env._workers]
+    pids = env.worker_pids()
+    processes = [worker.process for worker in env.crew.workers]
     env.close()
     assert all(gone(pid) for pid in pids) and not any(process.is_alive() for process in processes)
     assert (
@@ -104,7 +115,7 @@ def test_close_ends_the_processes_and_frees_the_memory():
 
 def test_an_environment_nobody_holds_is_closed():
     env = make_env("dummy/count", 2, workers=2)
-    pids = [worker.process.pid for worker in env._workers]
+    pids = env.worker_pids()
     del env
     assert all(gone(pid) for pid in pids)
 
@@ -137,7 +148,7 @@ class Mine(gymnasium.Env):
 
 env = environments.make_env(Mine, 2, workers=2)
 env.reset()
-print(env.step([0, 0])[1].tolist(), *[worker.process.pid for worker in env._workers], flush=True)
+print(env.step([0, 0])[1].tolist(), *env.worker_pids(), flush=True)
 if sys.argv[1] == "wait":
     sys.stdin.read()
 """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +87,31 @@ def test_state_taken_anywhere_continues_the_same(workers: int):
         for key in row:
             assert np.array_equal(row[key], again[key]), key
     second.environment.close()
+
+
+def test_an_episode_that_a_failure_ended_is_counted_and_leaves_no_return():
+    collector = collector_of(workers=1)
+    said: list[str] = []
+    collector.environment.listen(said.append)
+    rows_of(collector, 2)
+    collector.settle()  # nothing is in flight: the next action is sent to a dead worker, whatever the timing
+    os.kill(collector.environment.worker_pids()[0], signal.SIGKILL)
+    rows = rows_of(collector, 1)
+    assert collector.tracker.lengths.tolist() == [2, 2, 2]
+    state = collector.get_state()  # what is in flight is received: the failure is in the checkpoint
+    other = collector_of(workers=0)
+    assert other.set_state(state) == []
+    other.generator.set_state(collector.generator.get_state())
+    for each in (collector, other):
+        closed, first = rows_of(each, 2)
+        assert closed["truncated"].all() and not closed["terminated"].any() and closed["steps"] == 3
+        assert not closed["reward"].any() and not closed["is_first"].any() and not closed["action"].any()
+        np.testing.assert_array_equal(closed["obs/vector"], rows[-1]["obs/vector"])
+        assert first["is_first"].all() and first["steps"] == 0 and not first["memory"].any()
+        assert each.tracker.total_episodes == 3 and not each.tracker.history and not each.tracker.drain()
+        assert each.environment.restarts == 1
+        each.environment.close()
+    assert len(said) == 1
 
 
 def test_rows_are_copies_not_the_workers_memory():

@@ -1,0 +1,96 @@
+"""What a random agent scores in Atari and Crafter, beside the published numbers.
+
+Atari: Mnih et al. 2015, Extended Data Table 2, column "random play". Their Methods state the protocol, and it is taken
+for all games alike: 30 games of up to five minutes (18,000 frames), each begun with up to 30 no-ops; a random action
+every sixth frame (10 Hz), held in between; the game's own actions (their emulator's wrapper, google-deepmind/alewrap,
+offers ALE's minimal set); a game ends when it is over, not with a life; nothing sticky. They give no error for the
+random agent's mean, which is itself one of 30 games.
+
+Crafter: Hafner 2021, table 1: reward 2.1 ± 1.3 and score 1.6 % over a million steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from rl_lab.environments import make_env
+from rl_lab.environments.crafter import crafter_score
+from rl_lab.errors import LabError
+
+PUBLISHED = {"pong": -20.7, "breakout": 1.7, "boxing": 0.1}
+ATARI = {"action_repeat": 6, "time_limit": 3000}  # frames of a decision; decisions of a game: 18,000 frames
+CRAFTER = {"reward": 2.1, "score": 1.6}
+NUM_ENVS = 6
+
+
+def run(argv: list[str]) -> list[dict[str, Any]]:
+    """One row a task: the mean, with its standard error, the published value and how many errors lie between."""
+    parser = argparse.ArgumentParser(prog="rl-lab bench random_scores", description=__doc__)
+    parser.add_argument("--tasks", nargs="+", default=[*PUBLISHED, "crafter"])
+    parser.add_argument("--episodes", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    rows = []
+    for task in options.tasks:
+        try:
+            rows += measure(task, options.episodes, options.seed)
+        except LabError as error:
+            print(f"{task}: not measured: {str(error).splitlines()[0]}")
+    return rows
+
+
+def measure(task: str, episodes: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of one task."""
+    if task != "crafter":
+        returns, _ = random_episodes(f"atari100k/{task}", episodes, seed, **ATARI)
+        return [row(task, returns, PUBLISHED[task])]
+    returns, logs = random_episodes("crafter/reward", episodes, seed)
+    score = crafter_score({name: float(np.mean([log[name] for log in logs])) for name in logs[0]})
+    return [
+        row("crafter_reward", returns, CRAFTER["reward"]),
+        {
+            "name": "random_scores/crafter_score",
+            "value": score,
+            "unit": "%",
+            "published": CRAFTER["score"],
+            "episodes": episodes,
+        },
+    ]
+
+
+def row(name: str, returns: np.ndarray, published: float) -> dict[str, Any]:
+    error = float(returns.std(ddof=1) / np.sqrt(len(returns)))
+    return {
+        "name": f"random_scores/{name}",
+        "value": float(returns.mean()),
+        "unit": "points",
+        "standard_error": error,
+        "published": published,
+        "distance_in_standard_errors": abs(float(returns.mean()) - published) / error,
+        "within_two": abs(float(returns.mean()) - published) <= 2 * error,
+        "episodes": len(returns),
+        "returns": [round(float(value), 4) for value in returns],
+    }
+
+
+def random_episodes(
+    task: str, episodes: int, seed: int, workers: int = 2, **options: Any
+) -> tuple[np.ndarray, list[dict[str, float]]]:
+    """(returns, logs) of some games. Each environment plays as many, or short games would count too often."""
+    quota = -(-episodes // NUM_ENVS)
+    random = np.random.default_rng(seed)
+    with make_env(task, NUM_ENVS, workers=workers, seed=seed, **options) as env:
+        env.reset()
+        total = np.zeros(NUM_ENVS)
+        found: list[list[tuple[float, dict[str, float]]]] = [[] for _ in range(NUM_ENVS)]
+        while min(map(len, found)) < quota:
+            _, reward, _, _, infos = env.step(random.integers(env.spec.num_actions, size=NUM_ENVS))
+            total += reward
+            for index in np.flatnonzero(env.last_dones):
+                found[index].append((total[index], infos.get("log", {}).get(index, {})))
+                total[index] = 0.0
+    games = [games[number] for number in range(quota) for games in found][:episodes]
+    return np.array([score for score, _ in games]), [log for _, log in games]

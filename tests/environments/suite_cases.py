@@ -1,0 +1,70 @@
+"""One or two tasks of every suite, with settings that keep them quick: what tests over all suites walk through."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+
+import pytest
+
+LIMIT = 5
+# Suite -> the package that it is no use without; "" where there is none.
+PACKAGES = {
+    "gym": "pygame",
+    "dummy": "",
+    "atari": "ale_py",
+    "atari100k": "ale_py",
+    "dmc": "dm_control",
+    "crafter": "crafter",
+    "minigrid": "minigrid",
+    "carracing": "Box2D",
+    "popgym": "popgym",
+    "memory_maze": "memory_maze",
+}
+CASES = {
+    "gym/CartPole-v1": {},
+    "gym/Pendulum-v1": {"pixels": "both", "size": 32},
+    "dummy/discrete": {},
+    "dummy/continuous": {},
+    "dummy/dict": {},
+    "atari/breakout": {},
+    "atari100k/assault": {},
+    "atari100k/pong": {"variant": "iris", "life_loss": "off", "noops": 0},
+    "dmc/reacher_easy": {"action_repeat": 2},
+    "dmc/cartpole_swingup": {"observe": "both", "fast_render": True, "size": 32},
+    "crafter/reward": {"area": 16},  # a whole world takes a second to make
+    "minigrid/Dynamic-Obstacles-6x6": {},
+    "minigrid/DoorKey-5x5": {"observe": "rgb", "size": 64},
+    "minigrid/BabyAI-GoToObj-v0": {"mission": 6},
+    "carracing/discrete": {"size": 64, "crop": True},
+    "carracing/continuous": {"backend": "envpool", "size": 64, "crop": True},
+    "popgym/RepeatPreviousEasy": {},
+    "popgym/MineSweeperEasy": {"previous_action": True},
+    "memory_maze/9x9": {},
+}
+
+
+def suite_of(task):
+    return task.partition("/")[0]
+
+
+def each_case(*left_out):
+    """Parameters for pytest: every task but those of the suites left out, the slow ones with `make test-learning`."""
+    return [
+        # A maze takes seconds to build in software rendering, and a test builds many.
+        pytest.param(task, marks=pytest.mark.learning) if suite_of(task) == "memory_maze" else task
+        for task in CASES
+        if suite_of(task) not in left_out
+    ]
+
+
+def needs(task):
+    """Skip a task whose package is not installed, or that is drawn where nothing can draw."""
+    options, package = CASES[task], PACKAGES[suite_of(task)]
+    if options.get("backend") == "envpool":
+        package = "envpool"
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{task} needs {package}, which is not installed")
+    draws = suite_of(task) == "memory_maze" or options.get("observe") == "both"
+    if draws and not (ctypes.util.find_library("EGL") or ctypes.util.find_library("OSMesa")):
+        pytest.skip("neither EGL nor OSMesa to draw with")

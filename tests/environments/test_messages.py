@@ -1,0 +1,78 @@
+"""What is missing is said in one line, with what to do: a package, something to draw with, a task's right name."""
+
+import ctypes.util
+import sys
+
+import pytest
+from suite_cases import CASES, PACKAGES, needs, suite_of
+
+from rl_lab.environments import make as make_module
+from rl_lab.environments import probe_spec
+from rl_lab.errors import ConfigError, LabError, MissingPackageError
+
+# What importing fails on first, where it is not the suite's own package.
+IMPORTED = {"memory_maze/9x9": "gym", "carracing/continuous": "envpool"}
+MISSING = {
+    task: IMPORTED.get(task, PACKAGES[suite_of(task)])
+    for task in CASES
+    if PACKAGES[suite_of(task)] and suite_of(task) != "gym"
+}
+WRONG = {
+    "gym/CartPol-v1": "CartPole-v1",
+    "dummy/discret": "discrete",
+    "atari/pongg": "pong",
+    "atari100k/brekout": "breakout",
+    "dmc/walker_wlak": "walker_walk",
+    "crafter/rewards": "reward",
+    "minigrid/DorKey-5x5": "MiniGrid-DoorKey-5x5-v0",
+    "carracing/continous": "continuous",
+    "popgym/CountRecal": "CountRecall",
+    "memory_maze/9x99": "9x9",
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(monkeypatch):
+    monkeypatch.setattr(make_module, "_probed", {})
+
+
+@pytest.mark.parametrize("task", MISSING)
+def test_a_missing_package_has_its_install_line(task, monkeypatch):
+    gone = MISSING[task]
+    known = (gone + ".", "gymnasium.envs.box2d")
+    for module in [name for name in sys.modules if name == gone or name.startswith(known)]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, gone, None)  # what importing then raises is ModuleNotFoundError
+    monkeypatch.setenv("MUJOCO_GL", "egl")
+    with pytest.raises(MissingPackageError, match=r'pip install "rl-lab\[[\w-]+\]"') as caught:
+        probe_spec(task, **CASES[task])
+    assert "\n" not in str(caught.value)
+    assert suite_of(task) in str(caught.value) or gone in str(caught.value)
+
+
+@pytest.mark.parametrize("task", WRONG)
+def test_an_unknown_task_has_the_closest_names(task):
+    if PACKAGES[suite_of(task)]:
+        pytest.importorskip(PACKAGES[suite_of(task)])
+    with pytest.raises(ConfigError, match=f"Did you mean .*'{WRONG[task]}") as caught:
+        probe_spec(task)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("dmc/cartpole_swingup", {"observe": "vision"}),
+        ("dmc/cartpole_swingup", {"pixels": True}),
+        ("memory_maze/9x9", {}),
+    ],
+)
+def test_nothing_to_draw_with(task, options, monkeypatch):
+    needs("dmc/reacher_easy")
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.setenv("MUJOCO_GL", "")
+    monkeypatch.delitem(sys.modules, "dm_control._render", raising=False)
+    with pytest.raises(LabError, match=r"apt install libegl1 .*or OSMesa.*observe=proprio") as caught:
+        probe_spec(task, **options)
+    assert "\n" not in str(caught.value)
