@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from rl_lab.buffers.row_layout import differences
 from rl_lab.errors import CheckpointError
+from rl_lab.records import ArraySpec
 from rl_lab.utils.files import write_atomic
 
 FORMAT = 1  # of an entry's meta
@@ -40,6 +42,10 @@ class ChunkFiles:
 
     def touch_all(self) -> None:
         self._mutable.clear()
+
+    def forget(self) -> None:
+        """Trust no file written so far; the next save writes all rows, under names that are not taken."""
+        self._folder = None
 
     def save(
         self, folder: Path, layout: Mapping[str, Any], begin: int, end: int, read: Read
@@ -76,7 +82,7 @@ class ChunkFiles:
         spans = {
             kind: [[name, used[name]["start"], used[name]["end"]] for name in parts[kind]] for kind in parts
         }
-        meta = {"format": FORMAT, **layout, "cursor": end, "parts": spans}
+        meta = {"format": FORMAT, **layout, "begin": begin, "cursor": end, "parts": spans}
         return {"files": files, "meta": meta | {"chunk_rows": self.chunk_rows, "saves": self.saves}}
 
     def load(
@@ -109,6 +115,8 @@ class ChunkFiles:
 
 def check_layout(meta: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
     """CheckpointError, with both sides, unless saved rows fit a ring of this layout. Added columns may differ."""
+    if "num_streams" not in meta or "capacity" not in meta:
+        raise CheckpointError("what was saved is not a ring of rows: the run had another kind of buffer")
     if meta.get("format") != FORMAT:
         raise CheckpointError(
             f"replay of format {meta.get('format')} cannot be read; this version reads {FORMAT}"
@@ -120,15 +128,10 @@ def check_layout(meta: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
                 "set it back, or start a new run"
             )
     here, saved = (
-        {name: spec for name, spec in side["columns"].items() if name not in side["added"]}
+        {n: ArraySpec.from_dict(spec) for n, spec in side["columns"].items() if n not in side["added"]}
         for side in (layout, meta)
     )
-    differ = [
-        f"'{name}' is {_brief(here.get(name))} here and {_brief(saved.get(name))} there"
-        for name in sorted({*here, *saved})
-        if here.get(name) != saved.get(name)
-    ]
-    if differ:
+    if differ := differences(here, saved):
         raise CheckpointError(f"the saved replay has other columns: {'; '.join(differ)}")
 
 
@@ -139,10 +142,6 @@ def _check_shapes(path: Path, rows: Rows, meta: Mapping[str, Any], count: int) -
             raise CheckpointError(
                 f"replay file {path} holds '{name}' as {tuple(value.shape)}, where {expected} was saved: it is damaged"
             )
-
-
-def _brief(spec: Mapping[str, Any] | None) -> str:
-    return f"{spec['dtype']} {tuple(spec['shape'])}" if spec else "absent"
 
 
 def _write(path: Path, rows: Rows, start: int, end: int) -> dict[str, int]:

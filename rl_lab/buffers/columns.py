@@ -38,6 +38,9 @@ DEVICE_SHARE = 0.5  # of the device's free memory that a buffer may take before 
 RESERVE_ROWS = 256  # per stream, for which disk is asked at a time
 
 
+Array = np.ndarray | torch.Tensor
+
+
 def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"a buffer cannot store dtype '{name}'; it stores {', '.join(DTYPES)}")
@@ -164,8 +167,23 @@ class Columns:
         steps = torch.arange(offset, offset + count, device=position.device)
         return stream[:, None] * self.capacity + (position[:, None] + steps) % self.capacity
 
-    def locate(self, stream: np.ndarray, position: np.ndarray, count: int, starts: RowIndex) -> torch.Tensor:
+    def held(self, index: RowIndex, offset: int, count: int, oldest: int, cursor: int) -> torch.Tensor:
+        """Where those rows are kept, (B * count,); the spare row for what is padding or not in oldest … cursor."""
+        steps = torch.arange(offset, offset + count, device=index.position.device)
+        position = index.position[:, None] + steps  # (B, count)
+        there = (position >= oldest) & (position < cursor)
+        mask = getattr(index, "mask", None)
+        if mask is not None:
+            there = there & mask[:, offset : offset + count]
+        where = self.index(index.stream, index.position, offset, count)
+        return torch.where(there, where, self.spare).view(-1)
+
+    def locate(self, stream: Array, position: Array, count: int, starts: RowIndex) -> torch.Tensor:
         """Write drawn starts (B,) into `starts`; returns where `count` rows from each on are kept, (B * count,)."""
+        if isinstance(stream, torch.Tensor) or isinstance(position, torch.Tensor):  # drawn on the device
+            starts.stream.copy_(torch.as_tensor(stream))
+            starts.position.copy_(torch.as_tensor(position))
+            return self.index(starts.stream, starts.position, 0, count).view(-1)
         if self.device.type == "cpu":  # NumPy is quicker than torch with a handful of numbers
             starts.stream.numpy()[:] = stream
             starts.position.numpy()[:] = position

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from rl_lab.buffers.columns import as_rows
+from rl_lab.buffers.columns import Array, as_rows
 from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
-from rl_lab.buffers.replay import Array, ReplayBuffer
-from rl_lab.buffers.run_rows import RunRows
+from rl_lab.buffers.episode_rows import EpisodeRows
+from rl_lab.buffers.replay import ReplayBuffer
+from rl_lab.buffers.run_rows import RunRows, saved_buffer
+from rl_lab.buffers.salvage import Lost, Plan
 from rl_lab.buffers.samplers import Sampler, SamplerFactory
+from rl_lab.buffers.stored_episodes import episode_folder
 from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import ArraySpec, BatchSpec, Spec
 
@@ -34,7 +38,7 @@ class Source(Protocol):
 
 
 def open_source(path: Path, spec: Spec, buffer: str) -> Source:
-    """The data at a path: a run folder, one of its checkpoints, a folder of episode files, or one such file."""
+    """The data at a path: a run, one of its checkpoints, a folder of a buffer's or of episode files, or one such file."""
     if not path.exists():
         raise ConfigError(
             f"there is no data at {path}: give a run folder, or a folder of .npz or .pt episode files"
@@ -42,22 +46,36 @@ def open_source(path: Path, spec: Spec, buffer: str) -> Source:
     if path.is_file():
         manifest = path.parent / f"{path.name.split('.')[0]}.json"
         if manifest.exists() or path.name == "last.pt":
-            return RunRows(path, spec, buffer)
+            return open_run(path, spec, buffer)
         if path.suffix not in SUFFIXES:
             raise ConfigError(f"{path} is no episode file: those end in {' or '.join(SUFFIXES)}")
         return EpisodeFiles([path], spec)
-    if (path / "checkpoints").is_dir() or any(path.glob("step_*.json")):
-        return RunRows(path, spec, buffer)
+    if any(path.glob("checkpoints/step_*.json")) or any(path.glob("step_*.json")):
+        return open_run(path, spec, buffer)
+    folder = episode_folder(path, buffer)
+    if folder is not None:  # a buffer's own, or that of a run which saved no checkpoint
+        return EpisodeRows(folder, spec)
+    if (path / "checkpoints").is_dir():
+        return open_run(path, spec, buffer)
     files = [file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith(".")]
     if not files:
         raise ConfigError(f"{path} is neither a run folder nor a folder of .npz or .pt episode files")
     return EpisodeFiles(files, spec)
 
 
+def open_run(path: Path, spec: Spec, buffer: str) -> Source:
+    """A buffer of a run's newest good checkpoint (or of the checkpoint named), whatever kind of buffer it was."""
+    saved = saved_buffer(path, buffer)
+    if saved.entry["meta"].get("kind") == "episodes":
+        return EpisodeRows(saved.folder, spec, saved.entry)
+    return RunRows(saved, spec)
+
+
 class OfflineBuffer(ReplayBuffer):
     """Stored data, sampled like replay. Only the mutable columns (latents) and added ones are ever written.
 
-    path:     a run folder (or a checkpoint in it), a folder of episode files, or one such file
+    path:     a run folder (or a checkpoint in it), the folder of a buffer of episodes, a folder of episode files, or
+              one such file
     spec:     of the environment that the data must fit
     buffer:   which buffer of that run
     device, storage, folder, mutable, samplers, chunk_rows: see ReplayBuffer
@@ -127,7 +145,7 @@ class OfflineBuffer(ReplayBuffer):
         entry["meta"]["source"] = {"path": str(self.path), "fingerprint": self.source.fingerprint}
         return entry
 
-    def restore(self, folder: Path, entry: Mapping[str, Any]) -> None:
+    def restore(self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False) -> list[Lost]:
         """Take back what was written back; CheckpointError when the data has changed since."""
         saved = entry["meta"].get("source", {})
         if saved.get("fingerprint") != self.source.fingerprint:
@@ -135,7 +153,17 @@ class OfflineBuffer(ReplayBuffer):
                 f"the data at {self.path} is not what this run was training on (from {saved.get('path')}): bring that "
                 "data back, or start a new run"
             )
-        super().restore(folder, entry)
+        return super().restore(folder, entry, skip_corrupt=skip_corrupt)
+
+    def _plan(self, folder: Path, entry: Mapping[str, Any], skip_corrupt: bool) -> Plan:
+        """The data itself is not in the checkpoint: without a damaged file, columns stay as they were read."""
+        plan = super()._plan(folder, entry, skip_corrupt)
+        if not plan.lost:
+            return plan
+        whole = [(0, self.total_rows, 0)]
+        return replace(
+            plan, spans=whole, first=0, cursor=self.total_rows, beginnings=[], gap_behind=False, partial=True
+        )
 
     def _layout(self) -> dict[str, Any]:
         """Without the columns that never change: their rows are in the source."""

@@ -17,16 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.batches import MaskedIndex, allocate, copy_batch
+from rl_lab.buffers.batches import allocate, copy_batch
 from rl_lab.buffers.chunk_files import ChunkFiles, Rows, check_layout
-from rl_lab.buffers.columns import Columns, as_rows, choose_files, choose_storage, row_bytes, to_device
+from rl_lab.buffers.columns import Array, Columns, as_rows, choose_files, choose_storage, row_bytes, to_device
 from rl_lab.buffers.late_writes import MOST_WAITING, LateWrites
 from rl_lab.buffers.ring import Ring
+from rl_lab.buffers.salvage import Lost, Plan, plan_restore, put_back
 from rl_lab.buffers.samplers import Sampler, SamplerFactory, make_sampler, sampler_key
-from rl_lab.errors import CheckpointError, ConfigError, closest
+from rl_lab.errors import ConfigError, closest
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
-
-Array = np.ndarray | torch.Tensor
 
 
 class ReplayBuffer:
@@ -78,6 +77,7 @@ class ReplayBuffer:
         self._staging: dict[BatchSpec, tuple[Batch, torch.cuda.Event | None]] = {}
         self._late = LateWrites(self._write_rows)
         self._files = ChunkFiles(chunk_rows)
+        self._gap_behind = False  # rows were lost behind the newest one
 
     # ---------------------------------------------------------------- what it holds
 
@@ -151,6 +151,10 @@ class ReplayBuffer:
         if not timed:
             tensors = {name: value.unsqueeze(1) for name, value in tensors.items()}
         self._late.settle(leave=MOST_WAITING)
+        if self._gap_behind and "is_first" in tensors:  # the row before this one is lost
+            tensors["is_first"] = tensors["is_first"].clone()
+            tensors["is_first"][:, 0] = True
+        self._gap_behind = False
         done = 0
         while done < steps:  # up to the end of the ring at a time
             count = min(steps - done, self.ring.capacity - self.ring.cursor % self.ring.capacity)
@@ -215,7 +219,7 @@ class ReplayBuffer:
         """Give back what the sampler took for the last batch, to draw it again later (see BatchStream)."""
         self._sampler(spec).undo()
 
-    def _fill(self, out: Batch, spec: BatchSpec, stream: np.ndarray, position: np.ndarray) -> None:
+    def _fill(self, out: Batch, spec: BatchSpec, stream: Any, position: Any) -> None:
         """Fetch the rows from each start on into `out`, which lies where the rows are."""
         assert out.index is not None
         index = self._columns.locate(stream, position, spec.rows, out.index)
@@ -276,13 +280,7 @@ class ReplayBuffer:
 
     def _write_rows(self, index: RowIndex, columns: Mapping[str, torch.Tensor], offset: int) -> None:
         count = next(iter(columns.values())).shape[1]
-        steps = torch.arange(offset, offset + count, device=index.position.device)
-        position = index.position[:, None] + steps  # (B, L)
-        held = (position >= self.ring.oldest) & (position < self.ring.cursor)
-        if isinstance(index, MaskedIndex) and index.mask is not None:
-            held = held & index.mask[:, offset : offset + count]
-        where = self._columns.index(index.stream, index.position, offset, count)
-        where = torch.where(held, where, self._columns.spare).view(-1)
+        where = self._columns.held(index, offset, count, self.ring.oldest, self.ring.cursor)
         for name, value in columns.items():
             self._columns.scatter(name, where, value.detach())
 
@@ -353,36 +351,37 @@ class ReplayBuffer:
         def read(names: Sequence[str], first: int, last: int) -> Rows:
             return self._rows(names, first, last - first, torch.device("cpu"))
 
-        return self._files.save(folder, self._layout(), self.ring.oldest, self.ring.cursor, read)
+        layout = self._layout() | ({"gap_behind": True} if self._gap_behind else {})
+        return self._files.save(folder, layout, self.ring.oldest, self.ring.cursor, read)
 
-    def restore(self, folder: Path, entry: Mapping[str, Any]) -> None:
-        """Take back the rows of a checkpoint; CheckpointError when it is damaged or of another shape."""
+    def restore(self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False) -> list[Lost]:
+        """Take back the rows of a checkpoint; CheckpointError when it is damaged or of another shape.
+
+        skip_corrupt: do without damaged files and return what was in them; see salvage.py.
+        """
         meta = entry["meta"]
         check_layout(meta, self._layout())
         for name in meta["added"]:
             self.add_column(name, ArraySpec.from_dict(meta["columns"][name]))
         self._late.settle()
-        cursor = int(meta["cursor"])
-        oldest = max(0, cursor - self.ring.capacity)
-        found = {name: 0 for name in meta["columns"]}
-        for start, end, rows in self._files.load(folder, entry, self._layout()):
-            first, last = max(start, oldest), min(end, cursor)
-            for name, value in rows.items():
-                self._columns.write(name, first, value[:, first - start : last - start])
-                found[name] += last - first
-        if any(count != cursor - oldest for count in found.values()):
-            raise CheckpointError(
-                f"the replay's files do not hold all of its {cursor - oldest} rows: {found}"
-            )
-        self._rebuild_ring(cursor)
+        plan = self._plan(folder, entry, skip_corrupt)
+        put_back(plan, self._files.load(folder, plan.entry, self._layout()), self._columns)
+        self._gap_behind = plan.gap_behind
+        if plan.lost:
+            self._files.forget()
+        self._rebuild_ring(plan.cursor, plan.first)
+        return plan.lost
 
-    def _rebuild_ring(self, cursor: int) -> None:
+    def _plan(self, folder: Path, entry: Mapping[str, Any], skip_corrupt: bool) -> Plan:
+        return plan_restore(folder, entry, self.ring.capacity, skip_corrupt=skip_corrupt)
+
+    def _rebuild_ring(self, cursor: int, oldest: int = 0) -> None:
         """Find the episodes in rows that were put in place."""
-        count = min(cursor, self.ring.capacity)
         first = None
         if "is_first" in self._columns.specs:
-            first = self._columns.read("is_first", cursor - count, count).cpu().numpy()
-        self.ring.rebuild(cursor, first)
+            begin = max(oldest, cursor - self.ring.capacity)
+            first = self._columns.read("is_first", begin, cursor - begin).cpu().numpy()
+        self.ring.rebuild(cursor, first, oldest)
 
     def _layout(self) -> dict[str, Any]:
         return {

@@ -21,38 +21,39 @@ class Ring:
         self.num_streams = num_streams
         self.capacity = capacity
         self.cursor = 0  # position of the next row to be written
+        self.first = 0  # no row before this position was ever held: above 0 only after a restore with losses
         self.age = np.zeros((num_streams, capacity), dtype=np.int32)
         self._unbroken: dict[int, int] = {}  # rows -> number of starts inside one episode, kept up to date
 
     @property
     def oldest(self) -> int:
-        return max(0, self.cursor - self.capacity)
+        return max(self.first, self.cursor - self.capacity)
 
     @property
     def stored(self) -> int:
         """Rows held per stream."""
-        return min(self.cursor, self.capacity)
+        return self.cursor - self.oldest
 
     def advance(self, is_first: np.ndarray) -> None:
         """Note that one row was added to each stream. is_first: (N,) bool"""
         position, slot = self.cursor, self.cursor % self.capacity
-        if position >= self.capacity:  # sequences that start at the row now replaced are lost
+        if position - self.capacity >= self.first:  # sequences that start at the row now replaced are lost
             lost = position - self.capacity
             for rows in self._unbroken:
                 self._unbroken[rows] -= int(np.count_nonzero(self._spans(lost + rows - 1, rows)))
-        previous = self.age[:, slot - 1] if position else np.full(self.num_streams, -1, dtype=np.int32)
+        previous = self.age[:, slot - 1] if self.stored else np.full(self.num_streams, -1, dtype=np.int32)
         self.age[:, slot] = np.where(is_first, 0, previous + 1)
         self.cursor += 1
         for rows in self._unbroken:
             self._unbroken[rows] += int(np.count_nonzero(self._spans(position, rows)))
 
-    def rebuild(self, cursor: int, is_first: np.ndarray | None) -> None:
+    def rebuild(self, cursor: int, is_first: np.ndarray | None, first: int = 0) -> None:
         """Take over a restored ring. is_first: (N, stored) from the oldest row on; None: one endless episode.
 
         The oldest row counts as a beginning. Its true age is gone with the rows before it, and no sequence can
         reach back to them.
         """
-        self.cursor = cursor
+        self.cursor, self.first = cursor, first
         steps = np.arange(self.stored)
         starts = np.zeros((self.num_streams, self.stored), dtype=bool) if is_first is None else is_first
         begin = np.maximum.accumulate(np.where(starts, steps, 0), axis=1)

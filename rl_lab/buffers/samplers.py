@@ -45,6 +45,8 @@ class UniformSampler:
     """Every start that the BatchSpec's boundary allows is equally likely."""
 
     def __init__(self, ring: Ring, spec: BatchSpec) -> None:
+        if spec.boundary == "pad" and spec.pad == "both":
+            raise ConfigError("replay pads sequences right or left, not both: use buffer=episodes for that")
         self._ring = ring
         self._rows = spec.rows
         self._boundary = spec.boundary
@@ -101,49 +103,46 @@ class UniformSampler:
         return np.concatenate(streams), np.concatenate(starts)
 
 
-class OnlineSampler:
-    """Fresh sequences first, each once and in the order of their arrival; uniform for the rest of the batch.
+class OnlineQueue:
+    """Fresh segments, in the order of their arrival.
 
-    A stream's rows are cut into neighbouring, never overlapping segments of `spec.rows` as they arrive; each
-    complete segment joins the queue. With boundary "within" a new episode starts a new segment.
+    A stream's rows are cut into neighbouring, never overlapping segments of `rows` as they arrive; each complete
+    segment joins the queue. within: a new episode starts a new segment.
     """
 
-    def __init__(self, ring: Ring, spec: BatchSpec) -> None:
-        self._ring = ring
-        self._uniform = UniformSampler(ring, spec)
-        self._rows = spec.rows
-        self._within = spec.boundary == "within"
-        self._next = ring.cursor  # the position that the next row must have
-        self._begin = np.full(ring.num_streams, ring.cursor)  # where each stream's open segment starts
+    def __init__(self, num_streams: int, rows: int, within: bool, cursor: int) -> None:
+        self._rows, self._within = rows, within
+        self._next = cursor  # the position that the next row must have
+        self._begin = np.full(num_streams, cursor)  # where each stream's open segment starts
         self._queue: deque[tuple[int, int]] = deque()
         self._taken: list[tuple[int, int]] = []
 
-    def available(self) -> int:
-        return self._uniform.available()
-
-    def draw(self, count: int, generator: torch.Generator) -> Starts:
-        self._forget_overwritten()
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """Stream and start of the oldest segments, `count` at most."""
         self._taken = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
-        fresh = np.array(self._taken, dtype=np.int64).reshape(-1, 2)
-        stream, start = self._uniform.draw(count - len(fresh), generator) if len(fresh) < count else _NOTHING
-        return np.concatenate([fresh[:, 0], stream]), np.concatenate([fresh[:, 1], start])
+        return self._taken
 
     def undo(self) -> None:
         self._queue.extendleft(reversed(self._taken))
         self._taken = []
 
-    def on_add(self, position: int) -> None:
-        if position != self._next:  # the ring was emptied or replaced: earlier segments mean nothing now
+    def on_add(self, position: int, is_first: np.ndarray) -> None:
+        """A row was added to every stream. is_first: (N,) bool"""
+        if position != self._next:  # the rows were emptied or replaced: earlier segments mean nothing now
             self._queue.clear()
             self._begin[:] = position
         self._next = position + 1
         if self._within:
-            self._begin[self._ring.age[:, position % self._ring.capacity] == 0] = position
+            self._begin[is_first] = position
         complete = np.flatnonzero(position + 1 - self._begin == self._rows)
         if len(complete):
             self._queue.extend((int(stream), int(self._begin[stream])) for stream in complete)
             self._begin[complete] = position + 1
-            self._forget_overwritten()
+
+    def forget(self, oldest: int) -> None:
+        """Rows before this position are gone."""
+        while self._queue and self._queue[0][1] < oldest:
+            self._queue.popleft()
 
     def get_state(self) -> dict[str, Any]:
         queue = torch.tensor(list(self._queue), dtype=torch.int64).reshape(-1, 2)
@@ -155,9 +154,36 @@ class OnlineSampler:
         self._queue = deque((int(stream), int(start)) for stream, start in state["queue"].tolist())
         self._taken = []
 
-    def _forget_overwritten(self) -> None:
-        while self._queue and self._queue[0][1] < self._ring.oldest:
-            self._queue.popleft()
+
+class OnlineSampler:
+    """Fresh sequences first, each once and in the order of their arrival; uniform for the rest of the batch."""
+
+    def __init__(self, ring: Ring, spec: BatchSpec) -> None:
+        self._ring = ring
+        self._uniform = UniformSampler(ring, spec)
+        self._queue = OnlineQueue(ring.num_streams, spec.rows, spec.boundary == "within", ring.cursor)
+
+    def available(self) -> int:
+        return self._uniform.available()
+
+    def draw(self, count: int, generator: torch.Generator) -> Starts:
+        self._queue.forget(self._ring.oldest)
+        fresh = np.array(self._queue.take(count), dtype=np.int64).reshape(-1, 2)
+        stream, start = self._uniform.draw(count - len(fresh), generator) if len(fresh) < count else _NOTHING
+        return np.concatenate([fresh[:, 0], stream]), np.concatenate([fresh[:, 1], start])
+
+    def undo(self) -> None:
+        self._queue.undo()
+
+    def on_add(self, position: int) -> None:
+        self._queue.on_add(position, self._ring.age[:, position % self._ring.capacity] == 0)
+        self._queue.forget(self._ring.oldest)
+
+    def get_state(self) -> dict[str, Any]:
+        return self._queue.get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._queue.set_state(state)
 
 
 _NOTHING: Starts = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))

@@ -1,0 +1,265 @@
+"""Replay in which some rows are drawn more often than others: prioritised experience replay.
+
+Row i has a priority, and a sequence whose first trained row (the one after its context) is row i is drawn with
+probability P(i) = p_i^alpha / Σ p^alpha, over all rows where such a sequence fits. Its importance weight
+(n · P(i))^-beta, divided by the largest of the batch, comes with the batch as column `weight` (B, T), the same in all
+rows of a sequence. n is the number of rows where a sequence fits.
+
+The hook writes priorities back: `UpdateResult(write_back={"priority": value})`, (B, 1) for the row a sequence was drawn by, or
+(B, length) for all its rows. New rows get the largest priority there is, 1 at first, so that each is drawn soon.
+The column holds (p + epsilon)^alpha, computed once when p is written: a resumed run then draws from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_lab.buffers.batches import allocate
+from rl_lab.buffers.columns import Array, to_device
+from rl_lab.buffers.priorities import RunningSum, SumTree
+from rl_lab.buffers.replay import ReplayBuffer
+from rl_lab.buffers.ring import Ring
+from rl_lab.buffers.salvage import Lost
+from rl_lab.buffers.samplers import SamplerFactory, UniformSampler
+from rl_lab.errors import ConfigError
+from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
+
+PRIORITY, WEIGHT = "priority", "weight"
+LARGEST = 1e6  # what an infinite priority counts as; not a number counts as 0
+
+
+class PrioritizedSampler:
+    """Draws starts by the priority of their first trained row.
+
+    priorities: (N, capacity) the buffer's column, where the rows are: none below 0, and 0 only where no row is
+    """
+
+    def __init__(self, ring: Ring, spec: BatchSpec, *, priorities: torch.Tensor, beta: float) -> None:
+        if spec.boundary == "pad":
+            raise ConfigError("sampler 'prioritized' draws whole sequences: use boundary 'within' or 'cross'")
+        self._ring = ring
+        self._rows, self._context = spec.rows, spec.context
+        self._within = spec.boundary == "within"
+        self._uniform = UniformSampler(ring, spec)
+        self._priorities = priorities
+        self._beta = beta
+        places = ring.num_streams * ring.capacity
+        device = priorities.device
+        self._tree = SumTree(places) if device.type == "cpu" else None
+        self._sum = RunningSum(places, device) if self._tree is None else None
+        self.weights: torch.Tensor | None = None  # (B,) importance weights of the last draw
+        self.rebuild()
+
+    def available(self) -> int:
+        return self._uniform.available()
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Any, Any]:
+        """Streams and positions (B,): arrays, or tensors where the rows are on a device."""
+        ring = self._ring
+        numbers = torch.rand(count, dtype=torch.float64, generator=generator)
+        place: Any
+        if self._tree is not None:
+            place = self._tree.find(numbers.numpy())
+            chance = torch.from_numpy(self._tree.get(place) / self._tree.total)
+        else:
+            assert self._sum is not None
+            place, chance = self._sum.find(to_device(numbers, self._priorities.device))
+        weights = (self.available() * chance) ** -self._beta
+        self.weights = (weights / weights.max()).float()
+        position = ring.oldest + (place % ring.capacity - ring.oldest) % ring.capacity
+        return place // ring.capacity, position - self._context
+
+    def undo(self) -> None:
+        """Nothing is remembered between draws."""
+
+    def on_add(self, position: int) -> None:
+        """The start whose first row was just replaced can no longer be drawn; the one that is now complete can."""
+        ring = self._ring
+        gone = position - ring.capacity
+        if gone >= ring.first:
+            self._set_all_streams(gone + self._context, np.zeros(ring.num_streams, dtype=bool))
+        start = position - self._rows + 1
+        if start >= ring.oldest:
+            whole = np.ones(ring.num_streams, dtype=bool)
+            if self._within:
+                whole = ring.unbroken(
+                    np.arange(ring.num_streams), np.full(ring.num_streams, start), self._rows
+                )
+            self._set_all_streams(start + self._context, whole)
+
+    def changed(self, where: torch.Tensor) -> None:
+        """Priorities at these places (K,) are new; the place behind the last one stands for none."""
+        flat = self._priorities.view(-1)
+        if self._tree is not None:
+            place = np.unique(where.numpy())
+            place = place[place < self._tree.size]
+            place = place[
+                self._tree.get(place) > 0
+            ]  # where a sequence fits; others get their weight when it does
+            self._tree.set(place, flat[torch.from_numpy(place)].double().numpy())
+        else:
+            assert self._sum is not None
+            fits = self._sum.weights[where] > 0
+            new = flat[where.clamp(max=flat.shape[0] - 1)]
+            self._sum.weights.index_copy_(0, where, torch.where(fits, new, 0.0))
+
+    def rebuild(self) -> None:
+        """Start from the ring and the column as they are."""
+        ring = self._ring
+        fits = np.zeros((ring.num_streams, ring.capacity), dtype=bool)
+        start = np.arange(ring.oldest, ring.cursor - self._rows + 1)
+        slot = (start + self._context) % ring.capacity
+        fits[:, slot] = (
+            ring.age[:, (start + self._rows - 1) % ring.capacity] >= self._rows - 1 if self._within else True
+        )
+        mask = to_device(torch.from_numpy(fits), self._priorities.device)
+        weights = torch.where(mask, self._priorities, 0.0).view(-1)
+        if self._tree is not None:
+            self._tree.set_all(weights.double().numpy())
+        else:
+            assert self._sum is not None
+            self._sum.weights[:-1].copy_(weights)
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.rebuild()
+
+    def _set_all_streams(self, position: int, fits: np.ndarray) -> None:
+        ring = self._ring
+        slot = position % ring.capacity
+        new = self._priorities[:, slot]
+        if self._tree is not None:
+            places = np.arange(ring.num_streams) * ring.capacity + slot
+            self._tree.set(places, np.where(fits, new.double().numpy(), 0.0))
+        else:
+            assert self._sum is not None
+            column = self._sum.weights[:-1].view(ring.num_streams, ring.capacity)[:, slot]
+            if fits.all():
+                column.copy_(new)
+            elif fits.any():
+                column.copy_(torch.where(to_device(torch.from_numpy(fits), new.device), new, 0.0))
+            else:
+                column.zero_()
+
+
+class PrioritizedReplay(ReplayBuffer):
+    """ReplayBuffer with the sampler "prioritized" beside the others, and a stored column `priority`.
+
+    alpha:    how much priorities count; 0: all rows alike
+    beta:     how much of that the importance weights take back; 1: all of it
+    epsilon:  added to each priority, so that no row is out of reach
+    columns, capacity, …: see ReplayBuffer
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, ArraySpec],
+        *,
+        capacity: int,
+        num_streams: int,
+        alpha: float = 0.6,  # alpha and beta of TD-MPC v1 (nicklashansen/tdmpc cfgs)
+        beta: float = 0.4,
+        epsilon: float = 1e-6,
+        device: torch.device | str = "cpu",
+        storage: str = "auto",
+        folder: Path | str | None = None,
+        mutable: Sequence[str] = (),
+        samplers: Mapping[str, SamplerFactory] | None = None,
+        chunk_rows: int = 1024,
+    ) -> None:
+        if alpha < 0 or beta < 0 or epsilon <= 0:
+            raise ConfigError(
+                f"priorities need alpha and beta from 0 on and epsilon above 0, not {alpha}, {beta} and {epsilon}"
+            )
+        taken = next((name for name in (PRIORITY, WEIGHT) if name in columns), None)
+        if taken is not None:
+            raise ConfigError(
+                f"column '{taken}' is the buffer's own: give the workflow's column another name"
+            )
+        self.alpha, self.beta, self.epsilon = float(alpha), float(beta), float(epsilon)
+        self._first = (1.0 + self.epsilon) ** self.alpha  # as stored, before any was written
+        super().__init__(
+            {**columns, PRIORITY: ArraySpec((), "float32")},
+            capacity=capacity,
+            num_streams=num_streams,
+            device=device,
+            storage=storage,
+            folder=folder,
+            mutable=(*mutable, PRIORITY),
+            samplers={"prioritized": self._prioritized, **(samplers or {})},
+            chunk_rows=chunk_rows,
+        )
+
+    def add(self, rows: Mapping[str, Array]) -> None:
+        """Store rows as ReplayBuffer does; their priority, if they bring none, is the largest one held."""
+        if PRIORITY in rows:
+            rows = {**rows, **self._scaled({PRIORITY: torch.as_tensor(rows[PRIORITY])})}
+        elif "is_first" in rows:
+            held = self._priorities.max()
+            largest = torch.where(held > 0, held, self._first)
+            rows = {**rows, PRIORITY: largest.expand(tuple(rows["is_first"].shape))}
+        super().add(rows)
+
+    def make_batch(self, spec: BatchSpec, *, device: torch.device | str | None = None) -> Batch:
+        """As ReplayBuffer's, with `weight` (B, T) where the BatchSpec's sampler is "prioritized"."""
+        if not isinstance(self._sampler(spec), PrioritizedSampler):
+            return super().make_batch(spec, device=device)
+        place = self.device if device is None else torch.device(device)
+        pin = place.type == "cpu" and self.device.type == "cuda"
+        return allocate({**self._columns.specs, WEIGHT: ArraySpec((), "float32")}, spec, place, pin)
+
+    def restore(self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False) -> list[Lost]:
+        lost = super().restore(folder, entry, skip_corrupt=skip_corrupt)
+        for sampler in self._prioritized_samplers():
+            sampler.rebuild()
+        return lost
+
+    def write_back(self, index: RowIndex, columns: Mapping[str, torch.Tensor], *, offset: int) -> None:
+        """As ReplayBuffer's; a priority below 0 or not a number counts as 0, a huge one as a million."""
+        super().write_back(index, self._scaled(columns), offset=offset)
+
+    def write(self, position: int, columns: Mapping[str, torch.Tensor]) -> None:
+        super().write(position, self._scaled(columns))
+        if PRIORITY in columns:
+            for sampler in self._prioritized_samplers():
+                sampler.rebuild()
+
+    def _fill(self, out: Batch, spec: BatchSpec, stream: Any, position: Any) -> None:
+        stored = {name: value for name, value in out.columns.items() if name != WEIGHT}
+        super()._fill(Batch(stored, out.index, out.mask), spec, stream, position)
+        if WEIGHT in out.columns:
+            weights = self._sampler(spec).weights  # type: ignore[attr-defined]
+            out.columns[WEIGHT].copy_(weights[:, None].expand(-1, spec.rows))
+
+    def _write_rows(self, index: RowIndex, columns: Mapping[str, torch.Tensor], offset: int) -> None:
+        super()._write_rows(index, columns, offset)
+        if PRIORITY in columns:
+            count = columns[PRIORITY].shape[1]
+            where = self._columns.held(index, offset, count, self.ring.oldest, self.ring.cursor)
+            for sampler in self._prioritized_samplers():
+                sampler.changed(where)
+
+    def _scaled(self, columns: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """With priorities as they are stored: above 0 and finite, whatever the hook gave."""
+        if PRIORITY not in columns:
+            return columns
+        given = columns[PRIORITY].detach().float()
+        finite = torch.nan_to_num(given, nan=0.0, posinf=LARGEST).clamp(0.0, LARGEST)
+        return {**columns, PRIORITY: (finite + self.epsilon) ** self.alpha}
+
+    @property
+    def _priorities(self) -> torch.Tensor:
+        return self._columns.rings[PRIORITY]
+
+    def _prioritized(self, ring: Ring, spec: BatchSpec) -> PrioritizedSampler:
+        return PrioritizedSampler(ring, spec, priorities=self._priorities, beta=self.beta)
+
+    def _prioritized_samplers(self) -> list[PrioritizedSampler]:
+        return [sampler for sampler in self._samplers.values() if isinstance(sampler, PrioritizedSampler)]
