@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,37 @@ import numpy as np
 import torch
 
 from rl_lab.build import build_parts, build_workflow
-from rl_lab.errors import CheckpointError, LabError
+from rl_lab.compose import to_plain
+from rl_lab.environments.normalizer import ObservationNormalizer, make_normalizer
+from rl_lab.errors import CheckpointError, LabError, closest, unexpected
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.records import OBS_PREFIX, ActMode, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
-from rl_lab.utils.checkpoint import CheckpointManager, load_matching
+from rl_lab.saved_config import check_same_spec, difference_from
+from rl_lab.utils.checkpoint import CheckpointManager, Loaded, load_matching
 from rl_lab.workflows.context import WorkflowContext
 
 
 class Agent:
     """Acts in any number of environments; its memory follows `is_first`."""
 
-    def __init__(self, workflow: Any, spec: Spec, device: torch.device, config: Any, step: int) -> None:
+    def __init__(
+        self,
+        workflow: Any,
+        spec: Spec,
+        device: torch.device,
+        config: Any,
+        step: int,
+        checkpoint: Path | None = None,
+        normalizer: ObservationNormalizer | None = None,
+    ) -> None:
         self.workflow = workflow
         self.spec = spec
         self.device = device
         self.config = config
         self.step = step  # agent decisions that it was trained for
+        self.checkpoint = checkpoint  # the file its weights came from
+        self.normalizer = normalizer  # with the run's observation statistics, where it was trained so
         self._state: dict[str, torch.Tensor] | None = None
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -39,11 +54,14 @@ class Agent:
     def act(self, obs: Any, is_first: Any = None, *, sample: bool = False) -> Any:
         """The action for one observation, or (N, …) actions for (N, …) observations.
 
-        obs: an array when there is one observation key, else a dict. Memory is kept between calls; `reset()`,
+        obs: an array when there is one observation key, else a dict; as the environment gives it, even where the run
+        normalized observations. Memory is kept between calls; `reset()`,
         or `is_first` (bool or (N,)), begins a new episode.
         """
         arrays = self._as_dict(obs)
         single = self._is_single(arrays)
+        if self.normalizer is not None:
+            arrays = self.normalizer(arrays)
         if single:
             arrays = {key: value[None] for key, value in arrays.items()}
         n = len(next(iter(arrays.values())))
@@ -90,10 +108,10 @@ class Agent:
 def load_agent(run: Path | str | None = None, *, checkpoint: str = "last", device: str = "auto") -> Agent:
     """The agent of a run: its folder, or a checkpoint file in it; None takes the newest run in ./outputs.
 
-    checkpoint: "last", "best", or a file name under checkpoints/.
+    checkpoint: "last" (or "latest"), "best", a step's number, a file name under checkpoints/, or a path.
     """
     folder = find_run(run, output_root(None))
-    path = Path(run) if run is not None and str(run).endswith(".pt") else _checkpoint_path(folder, checkpoint)
+    path = Path(run) if run is not None and str(run).endswith(".pt") else checkpoint_path(folder, checkpoint)
     return agent_from(folder, path, device)
 
 
@@ -102,6 +120,21 @@ def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto") -> Age
     spec = folder.load_spec()
     where = resolve_device(device)
     loaded = CheckpointManager.load_file(checkpoint, weights=True)
+    check_same_spec(folder.spec_file, loaded.info.get("spec"), spec)
+    changed = difference_from(loaded.info.get("config"), to_plain(config))
+    if changed:
+        warnings.warn(f"{folder.config_file} has changed: {changed}", stacklevel=2)
+    try:
+        return _assemble(config, spec, where, loaded)
+    except LabError:
+        raise
+    except Exception as error:  # a state or a config that is whole, and of something else
+        raise CheckpointError(
+            f"{loaded.path} and {folder.config_file} do not make an agent: {unexpected(error)}"
+        ) from error
+
+
+def _assemble(config: Any, spec: Spec, where: torch.device, loaded: Loaded) -> Agent:
     components, controllers = build_parts(config, spec, where)
     load_matching(
         {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)},
@@ -118,16 +151,29 @@ def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto") -> Age
     workflow.set_state(loaded.state["workflow_custom"])
     components.eval()
     controllers.eval()
-    return Agent(workflow, spec, where, config, int(loaded.state["global_step"]))
+    normalizer = _normalizer(config, spec, loaded.state.get("observation_statistics"))
+    return Agent(workflow, spec, where, config, int(loaded.state["global_step"]), loaded.path, normalizer)
 
 
-def _checkpoint_path(folder: RunFolder, name: str) -> Path:
-    if name == "last":
-        return folder.checkpoints
-    path = folder.checkpoints / (name if name.endswith(".pt") else f"{name}.pt")
-    if not path.is_file():
-        known = sorted(file.stem for file in folder.checkpoints.glob("*.pt"))
-        raise CheckpointError(
-            f"no checkpoint '{name}' in {folder.path}; there are {', '.join(known) or 'none'}"
-        )
-    return path
+def _normalizer(config: Any, spec: Spec, statistics: Any) -> ObservationNormalizer | None:
+    """The run's, with its statistics as they were; None where it used none."""
+    environment = config.environment
+    wanted = bool(environment.get("normalize_observations", False))
+    if wanted and statistics is None:
+        raise CheckpointError("the run normalizes observations, but the checkpoint has no statistics of them")
+    return make_normalizer(spec, wanted, environment.get("normalize_clip", 10.0), statistics)
+
+
+def checkpoint_path(folder: RunFolder, name: str) -> Path:
+    """The checkpoint of a run that a person means by `name`: last, latest, best, 20000, step_000020000, or a path."""
+    if name in ("last", "latest"):
+        return folder.checkpoints  # the newest that is whole
+    stem = f"step_{int(name):09d}" if name.isdigit() else name.removesuffix(".pt")
+    path = folder.checkpoints / f"{stem}.pt"
+    elsewhere = Path(name).expanduser()
+    if path.is_file() or path.with_suffix(".json").is_file():  # a manifest may name another file
+        return path
+    if elsewhere.suffix == ".pt" and elsewhere.is_file():
+        return elsewhere
+    known = {file.stem for kind in ("*.pt", "step_*.json") for file in folder.checkpoints.glob(kind)}
+    raise CheckpointError(f"no checkpoint '{name}' in {folder.path}.{closest(stem, known)}")

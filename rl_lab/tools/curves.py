@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_lab.tools import statistics
 from rl_lab.utils.jsonl import read_jsonl
 
 # Fields of a line that are not metrics: what a curve can be drawn over.
@@ -33,11 +34,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Band:
-    """Several curves as one: their mean, and the band that they lie in, where all of them have values."""
+    """Several curves as one: their mean and its interval, where all of them have values."""
 
     x: np.ndarray  # (n,)
     mean: np.ndarray  # (n,)
-    low: np.ndarray  # (n,)
+    low: np.ndarray  # (n,), NaN for a single curve
     high: np.ndarray  # (n,)
     count: int
 
@@ -113,14 +114,21 @@ def smoothing_window(points: int) -> int:
     return 1 if points < 30 else max(3, points // 20)
 
 
-def combine(
-    curves: Sequence[Curve], *, points: int = 300, band: tuple[float, float] = (0, 100)
-) -> Band | None:
-    """Seeds as one curve: mean and a band of percentiles (default: from the lowest to the highest).
+def combine(curves: Sequence[Curve], *, points: int = 300, level: float = statistics.LEVEL) -> Band | None:
+    """Seeds as one curve: their mean, and its bootstrap interval at each point.
 
     Values are interpolated linearly, and only between the first and the last step that *every* curve has: a
     seed that stopped early does not change what the mean is a mean of. None when there is no such stretch.
     """
+    x = common_steps(curves, points)
+    if x is None:
+        return None
+    mean, low, high = statistics.band([values_at(curves, x)], level=level)
+    return Band(x, mean, low, high, sum(len(curve.finite()) > 0 for curve in curves))
+
+
+def common_steps(curves: Sequence[Curve], points: int = 300) -> np.ndarray | None:
+    """Steps, (n,), that lie within every curve; None where there are none."""
     curves = [kept for kept in (curve.finite() for curve in curves) if len(kept)]
     if not curves:
         return None
@@ -131,10 +139,13 @@ def combine(
     own = np.unique(np.concatenate([curve.x for curve in curves]))
     own = own[(own >= start) & (own <= end)]
     # Few points: the runs' own ones, so that nothing is drawn where nothing was measured.
-    x = own if len(own) <= points else np.linspace(start, end, points)
-    values = np.stack([np.interp(x, curve.x, curve.y) for curve in curves])  # (runs, n)
-    low, high = np.percentile(values, band, axis=0)
-    return Band(x, values.mean(axis=0), low, high, len(curves))
+    return own if len(own) <= points else np.linspace(start, end, points)
+
+
+def values_at(curves: Sequence[Curve], x: np.ndarray) -> np.ndarray:
+    """Every curve that has values, at the given steps: (runs, n)."""
+    kept = [curve for curve in (curve.finite() for curve in curves) if len(curve)]
+    return np.stack([np.interp(x, curve.x, curve.y) for curve in kept])
 
 
 def _is_number(value: Any) -> bool:

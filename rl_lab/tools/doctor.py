@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,24 +156,44 @@ def check_torch() -> list[Finding]:
 
 
 def check_rendering() -> list[Finding]:
-    backend = os.environ.get("MUJOCO_GL")
+    """What can draw, and which of it MuJoCo's suites will take."""
     libraries = {name: ctypes.util.find_library(name) for name in ("EGL", "OSMesa", "GL")}
     screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
-    findings = [
-        Finding("-", "screen", "yes" if screen else "none: MuJoCo needs MUJOCO_GL=egl or osmesa for pixels")
-    ]
-    text = backend or ("not set" if screen else "not set: export MUJOCO_GL=egl before rendering MuJoCo")
-    wanted = {"egl": "EGL", "osmesa": "OSMesa"}.get(backend or "")
-    lacking = bool(wanted) and libraries[wanted or ""] is None
-    if lacking:
-        text += f", but no {wanted} library was found"
-    findings.append(Finding("warn" if lacking else "-", "MUJOCO_GL", text))
+    findings = [Finding("-", "screen", "yes" if screen else "none: windows cannot open, frames can be drawn")]
+    findings.append(_mujoco_gl(libraries))
     packages = {"EGL": "libegl1", "OSMesa": "libosmesa6", "GL": "libgl1"}
     for name, library in libraries.items():
         missing = f"not found: apt-get install {packages[name]} (Debian, Ubuntu)"
         findings.append(Finding("ok" if library else "missing", name, library or missing))
     findings.append(_ffmpeg())
     return findings
+
+
+def _mujoco_gl(libraries: Mapping[str, str | None]) -> Finding:
+    """The renderer of dmc and memory_maze: the user's, or the one that `rl_lab.environments.dmc` chooses."""
+    from rl_lab.environments.dmc import find_renderer
+
+    backend = os.environ.get("MUJOCO_GL", "").lower()
+    wanted = {"egl": "EGL", "osmesa": "OSMesa"}.get(backend, "")
+    if wanted and libraries[wanted] is None:
+        return Finding(
+            "warn", "MUJOCO_GL", f"{backend}, but no {wanted} library was found: unset it, or install one"
+        )
+    if backend:
+        return Finding("ok", "MUJOCO_GL", f"{backend}, as you set it")
+    chosen = find_renderer()
+    if chosen == "disable":
+        text = (
+            "not set, and nothing to draw with: dmc works with observe=proprio only; apt-get install libegl1"
+        )
+        return Finding("missing", "MUJOCO_GL", text)
+    where = "on the GPU" if chosen == "egl" and _has_nvidia() else "in software, slowly"
+    text = (
+        f"not set: {chosen} is chosen ({where})"
+        if chosen
+        else "not set: MuJoCo's own choice, a window system"
+    )
+    return Finding("ok", "MUJOCO_GL", text)
 
 
 def _ffmpeg() -> Finding:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rl_lab
-from rl_lab.errors import LabError
+from rl_lab import extensions
+from rl_lab.errors import LabError, closest
 from rl_lab.tools.packages import declared, find, install_line
 from rl_lab.tools.table import print_table
 
@@ -26,6 +27,7 @@ GROUPS = {
     "environments": ("environment", "environment=NAME"),
     "phases": ("phases", "phases=NAME"),
     "sizes": ("size", "size=NAME"),
+    "tdmpc_sizes": ("tdmpc_size", "tdmpc_size=NAME, of TD-MPC's networks"),
     "debug": ("debug", "debug=NAME"),
 }
 KINDS = (*GROUPS, "benchmarks")
@@ -52,8 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also look in this folder of configs; ./configs is looked at anyway",
     )
 
+    parser.add_argument("--suite", metavar="NAME", help="every task of this suite of environments")
+
 
 def main(args: argparse.Namespace) -> int:
+    if args.suite is not None:
+        print("\n".join(tasks_of(args.suite)))
+        return 0
     folders = config_folders(args.config_dir)
     for kind in (args.what,) if args.what else KINDS:
         entries, how = list_kind(kind, folders)
@@ -65,7 +72,11 @@ def main(args: argparse.Namespace) -> int:
         )
         if kind == "environments":
             print()
-            print_table(describe_suites(), title="suites: environment.task=SUITE/TASK")
+            print_table(
+                describe_suites(),
+                header=("suite", "", "extra", "tasks", ""),
+                title="suites: environment.task=SUITE/TASK; all tasks of one: rl-lab list --suite SUITE",
+            )
         if args.what is None:
             print()
     return 0
@@ -80,12 +91,12 @@ def list_kind(kind: str, folders: Sequence[Path] = (PACKAGED,)) -> tuple[list[En
 
 
 def config_folders(given: Sequence[Path] = ()) -> list[Path]:
-    """The shipped configs, then the user's; each folder once, however it was reached."""
+    """The shipped configs, then the user's, then those of installed packages; each folder once."""
     for folder in given:
         if not folder.is_dir():
             raise LabError(f"--config-dir {folder}: there is no such folder")
     own = Path("configs")
-    folders = [PACKAGED, *given, *([own] if own.is_dir() else [])]
+    folders = [PACKAGED, *given, *([own] if own.is_dir() else []), *extensions.config_folders()]
     return list({folder.resolve(): folder for folder in folders}.values())
 
 
@@ -117,21 +128,21 @@ def describe_config(file: Path) -> str:
     return target or "no description: give the file a first line that begins with #"
 
 
-def describe_suites() -> list[tuple[str, str, str]]:
-    """(suite, ready or missing, what it is or the line that installs it)"""
+def describe_suites() -> list[tuple[str, str, str, str, str]]:
+    """(suite, ready or missing, extra, some tasks, what it is or the line that installs it)"""
     import ast
     import importlib.util
 
     try:
         from rl_lab.environments.make import suites
     except ImportError as error:
-        return [("-", "missing", f"environments cannot be loaded ({error}); rl-lab doctor says more")]
+        return [("-", "missing", "", "", f"environments cannot be loaded ({error}); rl-lab doctor says more")]
     extras = declared()
     rows = []
     for suite, module in sorted(suites().items()):
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
-            rows.append((suite, "missing", f"its module {module} is not there"))
+            rows.append((suite, "missing", "", "", f"its module {module} is not there"))
             continue
         # Read, not imported: an adapter of another package may be heavy or broken.
         tree = ast.parse(Path(spec.origin).read_text())
@@ -143,8 +154,39 @@ def describe_suites() -> list[tuple[str, str, str]]:
             if package.version is None
         ]
         text = (ast.get_docstring(tree) or module).partition("\n")[0].removeprefix(f"Suite `{suite}`: ")
-        rows.append((suite, "missing" if lacking else "ready", install_line(extra) if lacking else text))
+        state, text = ("missing", install_line(extra)) if lacking else ("ready", text)
+        rows.append((suite, state, extra or "-", _some(_tasks(module)), text))
     return rows
+
+
+def tasks_of(suite: str) -> list[str]:
+    """Every task of a suite; LabError for an unknown one, and for one that is not installed."""
+    from rl_lab.environments.make import suites
+
+    known = suites()
+    if suite not in known:
+        raise LabError(f"there is no suite '{suite}'.{closest(suite, known)}")
+    tasks = _tasks(known[suite])
+    if not tasks:
+        state, extra = next((row[1], row[2]) for row in describe_suites() if row[0] == suite)
+        cure = f": {install_line(extra)}" if state == "missing" else ""
+        raise LabError(f"suite '{suite}' tells no tasks{cure}")
+    return tasks
+
+
+def _tasks(module: str) -> list[str]:
+    """What an adapter tells of its tasks; nothing where its package is missing or broken."""
+    import importlib
+
+    try:
+        return list(importlib.import_module(module).tasks())
+    except Exception:
+        return []
+
+
+def _some(tasks: Sequence[str], count: int = 2) -> str:
+    shown = ", ".join(tasks[:count])
+    return f"{len(tasks)}: {shown}, …" if len(tasks) > count else shown or "-"
 
 
 def _constant(tree: object, name: str) -> str:

@@ -1,16 +1,25 @@
-"""The pictures of a report, drawn with matplotlib's object interface: no window, no global state."""
+"""The curves of a report: returns by task, and one little panel for every metric."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl_lab.tools.curves import Curve, combine, smooth, smoothing_window
+from rl_lab.tools.figure_style import (
+    color_of,
+    cut,
+    figure_file,
+    legend,
+    name_legend,
+    say_nothing,
+    step_axis,
+    value_axis,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,71 +27,74 @@ if TYPE_CHECKING:
 
     from rl_lab.tools.report_runs import RunData
 
-# Okabe and Ito's palette (2008), which colour-blind readers can tell apart, darkest first.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
-DPI = 144
 MOST_PANELS = 48  # in one picture of small multiples
-LOG_RANGE = 1e3  # a positive metric that spans more is drawn on a logarithmic axis
-
-_STYLE: dict[Any, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": "#9aa0a6",
-    "axes.grid": True,
-    "axes.labelcolor": "#4a4f55",
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": "#24292e",
-    "axes.titlesize": 10,
-    "font.size": 9,
-    "grid.color": "#e6e8eb",
-    "grid.linewidth": 0.8,
-    "legend.frameon": False,
-    "lines.solid_capstyle": "round",
-    "xtick.color": "#6a7077",
-    "ytick.color": "#6a7077",
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-}
+TRAINING, EVALUATION = "collect/return_mean", "eval/return_mean"
 
 
 def draw_learning_curve(runs: Sequence[RunData], path: Path) -> bool:
-    """Returns over environment steps: training as a light line, evaluation as a strong one with its spread."""
-    with _figure(path, 9.0, 4.2) as figure:
-        axes = figure.add_subplot()
-        drawn = 0
-        for color, (group, members) in zip(_colors(), _groups(runs).items()):
-            several = len(members) > 1
-            training = [_smoothed(run.metrics.curve("collect/return_mean")) for run in members]
-            evaluation = [run.metrics.curve("eval/return_mean").finite() for run in members]
-            evaluated = any(len(curve) for curve in evaluation)
-            drawn += evaluated or any(len(curve) for curve in training)
-            name = f"{group} ({len(members)} seeds)" if several else group
-            if not several:
-                raw = members[0].metrics.curve("collect/return_mean").finite()
-                axes.plot(raw.x, raw.y, color=color, alpha=0.22, linewidth=0.8)
-            _draw_seeds(
-                axes, training, color, faint=evaluated, label=None if evaluated else f"{name}, training"
-            )
-            if evaluated:
-                spread = members[0].metrics.curve("eval/return_std").finite() if not several else None
-                _draw_evaluation(axes, evaluation, spread, color, name)
-        if not drawn:
-            _say_nothing(axes, "no finished episode yet")
-        else:
-            _learning_legend(figure, axes)
-        axes.set_xlabel("environment steps (agent decisions)")
-        axes.set_ylabel("episode return")
-        _step_axis(axes)
-    return bool(drawn)
+    """Returns over environment steps, a panel for each task: training as a light line, evaluation as a strong one."""
+    tasks = list(dict.fromkeys(run.task.full_name for run in runs))
+    named = color_of(
+        list(groups_of(runs)) if len(tasks) == 1 else list(dict.fromkeys(r.method for r in runs))
+    )
+    if len(tasks) == 1:
+        with figure_file(path, 9.0, 4.2) as figure:
+            axes = figure.add_subplot()
+            drawn = _draw_task(axes, runs, named)
+            axes.set_xlabel("environment steps (agent decisions)")
+            axes.set_ylabel("episode return")
+            if drawn:
+                _learning_legend(figure, axes)
+        return drawn
+    columns = 2 if len(tasks) == 4 else min(3, len(tasks))
+    rows = math.ceil(len(tasks) / columns)
+    with figure_file(path, 9.0, 2.5 * rows + 0.6) as figure:
+        grid = np.atleast_1d(figure.subplots(rows, columns)).ravel()
+        found = []
+        for axes, task in zip(grid, tasks):
+            found.append(_draw_task(axes, [run for run in runs if run.task.full_name == task], named))
+            axes.set_title(cut(task, 40), loc="left")
+            axes.tick_params(labelsize=7)
+            step_axis(axes, ticks=4)
+        for axes in grid[len(tasks) :]:
+            axes.set_visible(False)
+        figure.supxlabel("environment steps (agent decisions)", fontsize=9, color="#4a4f55")
+        figure.supylabel("episode return", fontsize=9, color="#4a4f55")
+        name_legend(figure, named)
+    return any(found)
 
 
-def _draw_seeds(axes: Axes, curves: Sequence[Curve], color: str, *, faint: bool, label: str | None) -> None:
-    """Each seed thin, and their mean with the band from lowest to highest."""
+def _draw_task(axes: Axes, runs: Sequence[RunData], named: dict[str, str]) -> bool:
+    """Runs of one task; each group in its own colour, or in its method's."""
+    drawn = False
+    for group, members in groups_of(runs).items():
+        color = named[group] if group in named else named[members[0].method]
+        several = len(members) > 1
+        training = [smoothed(run.metrics.curve(TRAINING)) for run in members]
+        evaluation = [run.metrics.curve(EVALUATION).finite() for run in members]
+        evaluated = any(len(curve) for curve in evaluation)
+        drawn = drawn or evaluated or any(len(curve) for curve in training)
+        name = f"{group} ({len(members)} seeds)" if several else group
+        if not several:
+            raw = members[0].metrics.curve(TRAINING).finite()
+            axes.plot(raw.x, raw.y, color=color, alpha=0.22, linewidth=0.8)
+        draw_seeds(axes, training, color, faint=evaluated, label=None if evaluated else f"{name}, training")
+        if evaluated:
+            spread = members[0].metrics.curve("eval/return_std").finite() if not several else None
+            _draw_evaluation(axes, evaluation, spread, color, name)
+    if not drawn:
+        say_nothing(axes, "no finished episode yet")
+    step_axis(axes)
+    return drawn
+
+
+def draw_seeds(axes: Axes, curves: Sequence[Curve], color: str, *, faint: bool, label: str | None) -> None:
+    """Each seed thin, and their mean with its 95 % interval."""
     curves = [curve for curve in curves if len(curve)]
-    band = combine(curves)
     if len(curves) > 1:
         for curve in curves:
             axes.plot(curve.x, curve.y, color=color, alpha=0.25, linewidth=0.7)
+    band = combine(curves)
     if band is None:
         return
     if band.count > 1 and not faint:
@@ -100,7 +112,8 @@ def _draw_seeds(axes: Axes, curves: Sequence[Curve], color: str, *, faint: bool,
 def _draw_evaluation(
     axes: Axes, curves: Sequence[Curve], spread: Curve | None, color: str, label: str
 ) -> None:
-    """Seeds: mean and range of their means. One run: its mean and the standard deviation over episodes."""
+    """Seeds: mean and its 95 % interval. One run: its mean and the standard deviation over episodes."""
+    curves = [curve for curve in curves if len(curve)]
     band = combine(curves)
     if band is None:  # seeds that never overlap
         for curve in curves:
@@ -131,7 +144,7 @@ def _learning_legend(figure: Figure, axes: Axes) -> None:
         handles.append(Line2D([], [], color="#808080", alpha=0.6, linewidth=1.2))
         labels.append("training, smoothed")
     # Below the picture: a learning curve ends in the top right and starts in the bottom left.
-    _legend(figure, handles, labels, "outside lower left")
+    legend(figure, handles, labels, "outside lower left")
 
 
 def draw_small_multiples(
@@ -141,183 +154,39 @@ def draw_small_multiples(
     keys = keys[:MOST_PANELS]
     columns = 4  # also for fewer keys, so that panels have one size on the page
     rows = math.ceil(len(keys) / columns)
-    groups = _groups(runs)
-    with _figure(path, 2.6 * columns + 0.2, 1.75 * rows + (0.35 if len(groups) > 1 else 0.1)) as figure:
+    groups = groups_of(runs)
+    named = color_of(list(groups))
+    with figure_file(path, 2.6 * columns + 0.2, 1.75 * rows + (0.35 if len(groups) > 1 else 0.1)) as figure:
         grid = np.atleast_1d(figure.subplots(rows, columns)).ravel()
         for axes, key in zip(grid, keys):
             drawn = []
-            for color, members in zip(_colors(), groups.values()):
+            for group, members in groups.items():
                 curves = [run.metrics.curve(key).finite() for run in members]
                 drawn += [curve.y for curve in curves if len(curve)]
                 if len(members) == 1:
-                    axes.plot(curves[0].x, curves[0].y, color=color, alpha=0.25, linewidth=0.7)
-                _draw_seeds(axes, [_smoothed(curve) for curve in curves], color, faint=False, label=None)
-            axes.set_title(_cut(key, 34) if full_names else _panel_title(key), loc="left", fontsize=8)
+                    axes.plot(curves[0].x, curves[0].y, color=named[group], alpha=0.25, linewidth=0.7)
+                draw_seeds(axes, [smoothed(curve) for curve in curves], named[group], faint=False, label=None)
+            axes.set_title(cut(key, 34) if full_names else panel_title(key), loc="left", fontsize=8)
             axes.tick_params(labelsize=7)
-            _value_axis(axes, drawn)
-            _step_axis(axes, ticks=3)
+            value_axis(axes, drawn)
+            step_axis(axes, ticks=3)
         for axes in grid[len(keys) :]:
             axes.set_visible(False)
         if len(groups) > 1:
-            _group_legend(figure, list(groups))
+            name_legend(figure, named)
     return list(keys)
 
 
-def draw_time(runs: Sequence[RunData], path: Path) -> bool:
-    """How fast, over the run, and what the wall time went to; seeds together."""
-    groups = _groups(runs)
-    shares = {group: _mean_shares([time_shares(run) for run in members]) for group, members in groups.items()}
-    timed = [run for run in runs if len(run.metrics.curve("time/env_steps_per_second").finite())]
-    if not timed and not any(shares.values()):
-        return False
-    with _figure(path, 9.0, max(2.6, 1.2 + 0.55 * len(groups))) as figure:
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.7))
-        for axes, key in ((left, "time/env_steps_per_second"), (middle, "time/updates_per_second")):
-            for color, members in zip(_colors(), groups.values()):
-                curves = [run.metrics.curve(key).finite() for run in members]
-                if len(members) == 1:
-                    axes.plot(curves[0].x, curves[0].y, color=color, alpha=0.22, linewidth=0.7)
-                _draw_seeds(axes, [_smoothed(curve) for curve in curves], color, faint=False, label=None)
-            axes.set_title(_panel_title(key).replace("_", " "), loc="left", fontsize=9)
-            axes.set_ylim(bottom=0)
-            axes.tick_params(labelsize=7)
-            _step_axis(axes, ticks=3)
-        _draw_shares(right, shares)
-        if len(groups) > 1:
-            _group_legend(figure, list(groups))
-    return True
-
-
-def time_shares(run: RunData) -> dict[str, float]:
-    """Section -> mean share of the wall time over the run; what no section measured is "other"."""
-    keys = [key for key in run.metrics.names() if key.startswith("time/") and key.endswith("_share")]
-    lines = [row for row in run.metrics.rows if "time/env_steps_per_second" in row]
-    if not keys or not lines:
-        return {}
-    # A section that did not run between two lines is not in the second one: it took no time there.
-    means = {
-        key.removeprefix("time/").removesuffix("_share"): float(
-            np.mean([float(row.get(key) or 0.0) for row in lines])
-        )
-        for key in keys
-    }
-    means = dict(sorted(means.items(), key=lambda item: -item[1]))
-    rest = 1.0 - sum(means.values())
-    return {**means, "other": rest} if rest > 0 else means
-
-
-def _mean_shares(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for share in shares for name in share)
-    return {name: float(np.mean([share.get(name, 0.0) for share in shares if share])) for name in names}
-
-
-def _draw_shares(axes: Axes, shares: Mapping[str, Mapping[str, float]]) -> None:
-    """One bar per group, from its greatest section to "other"; a legend names the sections."""
-    sections = list(
-        dict.fromkeys(section for share in shares.values() for section in share if section != "other")
-    )
-    names = [*sections, "other"]
-    colors = {name: "#c9cdd2" if name == "other" else COLORS[i % len(COLORS)] for i, name in enumerate(names)}
-    for row, (group, share) in enumerate(shares.items()):
-        start = 0.0
-        for name in names:
-            value = share.get(name, 0.0)
-            label = name.replace("_", " ") if row == 0 else None
-            axes.barh(row, value, left=start, height=0.5, color=colors[name], label=label)
-            if value > 0.06:
-                ink = "#24292e" if name == "other" else "white"
-                axes.text(
-                    start + value / 2, row, f"{value:.0%}", ha="center", va="center", color=ink, fontsize=7
-                )
-            start += value
-        if len(shares) > 1:
-            axes.text(0, row - 0.29, _cut(group, 60), fontsize=7, va="bottom", color="#4a4f55")
-    axes.set_title("where the wall time went", loc="left", fontsize=9)
-    # A lone bar would fill the whole height.
-    axes.set_ylim(max(len(shares), 2) - 0.4, -0.7 if len(shares) > 1 else -0.4)
-    axes.set_xlim(0, max([1.0, *(sum(share.values()) for share in shares.values())]))
-    axes.set_axis_off()
-    axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(-0.02, 0.58 if len(shares) == 1 else 0.02),
-        ncols=4,
-        fontsize=7,
-        handlelength=1,
-    )
-
-
-# ---------------------------------------------------------------- help
-
-
-@contextmanager
-def _figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-        yield figure
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI, format="png")
-
-
-def _groups(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
+def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     groups: dict[str, list[RunData]] = {}
     for run in runs:
         groups.setdefault(run.group, []).append(run)
     return groups
 
 
-def _colors() -> Iterator[str]:
-    while True:
-        yield from COLORS
-
-
-def _smoothed(curve: Curve) -> Curve:
+def smoothed(curve: Curve) -> Curve:
     return smooth(curve, smoothing_window(len(curve.finite())))
 
 
-def _panel_title(key: str) -> str:
-    return _cut(key.partition("/")[2] or key, 34)
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _step_axis(axes: Axes, ticks: int = 6) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(ticks))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.margins(x=0.02)
-
-
-def _value_axis(axes: Axes, values: Sequence[np.ndarray]) -> None:
-    """Logarithmic when all values are positive and far apart."""
-    together: Any = np.concatenate(values) if values else np.ones(1)
-    if together.min() > 0 and together.max() / together.min() > LOG_RANGE:
-        axes.set_yscale("log")
-    elif not values:
-        _say_nothing(axes, "no finite value")
-
-
-def _say_nothing(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, color="#6a7077")
-    axes.tick_params(labelbottom=False, labelleft=False)
-    axes.grid(False)
-
-
-def _group_legend(figure: Figure, groups: Sequence[str]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=color, linewidth=2) for color, _ in zip(_colors(), groups)]
-    _legend(figure, handles, groups, "outside upper left")
-
-
-def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], place: Any) -> None:
-    """As many columns as fit: a legend wider than the picture would squeeze the axes."""
-    labels = [_cut(label, 100) for label in labels]
-    letters = 14 * figure.get_figwidth()  # at this font size
-    columns = max(1, int(letters // (max(map(len, labels), default=1) + 8)))
-    figure.legend(handles, labels, loc=place, ncols=min(columns, len(labels)), fontsize=8)
+def panel_title(key: str) -> str:
+    return cut(key.partition("/")[2] or key, 34)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import html
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
 LARGEST_EMBEDDED = 2_000_000  # bytes of one file; larger ones are linked
+ALL_EMBEDDED = 24_000_000  # bytes of all media of a page; what comes later is linked
 _TYPES = {
     ".png": "image/png",
     ".jpg": "image/jpeg",
@@ -33,6 +35,8 @@ body { margin: 0; background: var(--page); color: var(--ink);
 main { max-width: 1080px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 26px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -.01em; }
 h2 { font-size: 17px; margin: 36px 0 10px; }
+h3 { font-size: 13px; margin: 2px 0 6px; color: var(--soft); font-weight: 500; }
+.contents { font-size: 13px; margin-top: 10px; } .contents a { text-decoration: none; }
 p { margin: 6px 0; }
 .soft { color: var(--soft); font-size: 13px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px; }
@@ -48,9 +52,10 @@ table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-
 th { text-align: left; color: var(--soft); font-weight: 500; white-space: nowrap; }
 th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child td { border-bottom: 0; }
+tr.strong td { font-weight: 600; }
 td.n { text-align: right; white-space: nowrap; } th.n { text-align: right; }
 code, pre { font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-pre { overflow-x: auto; margin: 10px 0 0; }
+pre { overflow-x: auto; margin: 10px 0 0; white-space: pre-wrap; }
 details summary { cursor: pointer; color: var(--accent); }
 details + details { margin-top: 8px; }
 .gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); gap: 14px; }
@@ -70,6 +75,8 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: Sequence[int] = ()
+    title: str = ""
+    strong: Sequence[int] = ()  # rows that stand out
 
 
 @dataclass
@@ -90,6 +97,7 @@ class Page:
     subtitle: str = ""
     facts: Sequence[tuple[str, str, str]] = ()  # (name, value, remark)
     sections: list[Section] = field(default_factory=list)
+    script: str = ""  # of a page that is served; one in a file needs none
 
 
 def write_page(page: Page, path: Path) -> Path:
@@ -101,13 +109,20 @@ def write_page(page: Page, path: Path) -> Path:
     return path
 
 
-def render_page(page: Page, folder: Path) -> str:
-    """The page as text. `folder` is where it will lie."""
+Link = Callable[[Path], str]
+
+
+def render_page(page: Page, folder: Path, link: Link | None = None) -> str:
+    """The page as text. `folder` is where it will lie; `link` gives the address of a file that is not embedded."""
+    media = _Media(link or (lambda file: quote(os.path.relpath(file, folder))))
     facts = "".join(
         f'<div class="fact"><span>{_text(name)}</span><b>{_text(value)}</b><span>{_text(remark)}</span></div>'
         for name, value, remark in page.facts
     )
-    sections = "\n".join(_section(section, folder) for section in page.sections)
+    contents = " · ".join(
+        f'<a href="#{_anchor(section.title)}">{_text(section.title)}</a>' for section in page.sections
+    )
+    sections = "\n".join(_section(section, media) for section in page.sections)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -120,16 +135,18 @@ def render_page(page: Page, folder: Path) -> str:
 <main>
 <h1>{_text(page.title)}</h1>
 <p class="soft">{_text(page.subtitle)}</p>
+{f'<p class="contents">{contents}</p>' if len(page.sections) > 3 else ""}
 {f'<div class="facts">{facts}</div>' if facts else ""}
 {sections}
 </main>
+{page.script}
 </body>
 </html>
 """
 
 
-def _section(section: Section, folder: Path) -> str:
-    parts = [f"<h2>{_text(section.title)}</h2>"]
+def _section(section: Section, media: _Media) -> str:
+    parts = [f'<h2 id="{_anchor(section.title)}">{_text(section.title)}</h2>']
     if section.note:
         parts.append(f'<p class="soft">{_text(section.note)}</p>')
     for plot in section.plots:
@@ -143,39 +160,48 @@ def _section(section: Section, folder: Path) -> str:
         )
         parts.append(f'<div class="card">{folded}</div>')
     if section.media:
-        figures = "".join(_medium(file, caption, folder) for file, caption in section.media)
+        figures = "".join(media.figure(file, caption) for file, caption in section.media)
         parts.append(f'<div class="card gallery">{figures}</div>')
     return "\n".join(["<section>", *parts, "</section>"])
 
 
 def _table(table: Table) -> str:
-    def row(cells: Iterable[str], tag: str) -> str:
+    def row(cells: Iterable[str], tag: str, strong: bool = False) -> str:
         texts = (
             f'<{tag} class="n">{_text(cell)}</{tag}>'
             if column in table.numbers
             else f"<{tag}>{_text(cell)}</{tag}>"
             for column, cell in enumerate(cells)
         )
-        return f"<tr>{''.join(texts)}</tr>"
+        return f"<tr{' class=strong' if strong else ''}>{''.join(texts)}</tr>"
 
-    body = "".join(row(cells, "td") for cells in table.rows)
-    return f"<table><thead>{row(table.header, 'th')}</thead><tbody>{body}</tbody></table>"
+    body = "".join(row(cells, "td", index in table.strong) for index, cells in enumerate(table.rows))
+    title = f"<h3>{_text(table.title)}</h3>" if table.title else ""
+    return f"{title}<table><thead>{row(table.header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
-def _medium(file: Path, caption: str, folder: Path) -> str:
-    words = f"<figcaption>{_text(caption)}</figcaption>"
-    try:
-        size = file.stat().st_size
-    except OSError:
-        return f"<figure><p class='soft'>gone</p>{words}</figure>"
-    if size >= LARGEST_EMBEDDED:
-        link = quote(os.path.relpath(file, folder))
-        return f'<figure><a href="{link}">{_text(file.name)}</a> ({size / 1e6:.1f} MB){words}</figure>'
-    source = _embed(file)
-    if _TYPES[file.suffix.lower()].startswith("video/"):
-        return f'<figure><video src="{source}" controls loop muted playsinline></video>{words}</figure>'
-    crisp = ' class="small"' if _is_small(file) else ""
-    return f'<figure><img{crisp} alt="" src="{source}">{words}</figure>'
+class _Media:
+    """Figures of a gallery: embedded while there is room, linked after that."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._room = ALL_EMBEDDED
+
+    def figure(self, file: Path, caption: str) -> str:
+        words = f"<figcaption>{_text(caption)}</figcaption>"
+        try:
+            size = file.stat().st_size
+        except OSError:
+            return f"<figure><p class='soft'>gone</p>{words}</figure>"
+        if size >= LARGEST_EMBEDDED or size > self._room:
+            address = html.escape(self._link(file))
+            return f'<figure><a href="{address}">{_text(file.name)}</a> ({size / 1e6:.1f} MB){words}</figure>'
+        self._room -= size
+        source = _embed(file)
+        if _TYPES[file.suffix.lower()].startswith("video/"):
+            return f'<figure><video src="{source}" controls loop muted playsinline></video>{words}</figure>'
+        crisp = ' class="small"' if _is_small(file) else ""
+        return f'<figure><img{crisp} alt="" src="{source}">{words}</figure>'
 
 
 def _is_small(file: Path) -> bool:
@@ -191,6 +217,10 @@ def _is_small(file: Path) -> bool:
 
 def _embed(file: Path) -> str:
     return f"data:{_TYPES[file.suffix.lower()]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def _text(value: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from rl_lab.errors import CheckpointError, LabError
 from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.tools.curves import Metrics
+from rl_lab.tools.published import Task
 from rl_lab.utils.manifest import read_manifest
 
 # Config paths that do not make two runs different experiments.
@@ -22,6 +23,8 @@ OF_ONE_RUN = (
     "logging.",
     "wandb.",
 )
+# And those that do not make two methods different: what each task needs of its own.
+OF_THE_TASK = ("environment.", "_dims.")
 MEDIA_SUFFIXES = (".gif", ".mp4", ".webm", ".png", ".jpg", ".jpeg")
 
 
@@ -33,7 +36,8 @@ class RunData:
     config: dict[str, Any]  # flat: dotted path -> value
     metrics: Metrics
     label: str = ""  # of this run among those reported: unique
-    group: str = ""  # what it is one seed of
+    group: str = ""  # what it is one seed of: a method on a task
+    method: str = ""  # what is compared over tasks
 
     @property
     def name(self) -> str:
@@ -42,6 +46,15 @@ class RunData:
     @property
     def seed(self) -> Any:
         return self.config.get("experiment.seed")
+
+    @property
+    def task(self) -> Task:
+        return Task.from_config(self.config)
+
+    @property
+    def workflow(self) -> str:
+        target = str(self.config.get("workflow._target_", "")).rpartition(".")[2]
+        return target.removesuffix("Workflow") or self.name
 
 
 @dataclass
@@ -63,56 +76,88 @@ class Summary:
 
 
 def find_runs(names: Sequence[str | Path], root: str | None = None) -> list[RunFolder]:
-    """Run folders by name; a folder above several stands for all of them; no name: the newest run."""
+    """Run folders by name; a folder above several stands for all of them; no name: the newest run or sweep."""
     if not names:
-        return [find_run(None, output_root(root))]
+        return _newest(output_root(root))
     found: dict[Path, RunFolder] = {}
     for name in names:
         path = Path(name).expanduser()
-        below = [] if (path / "config.yaml").is_file() else _runs_below(path)
+        below = [] if (path / "config.yaml").is_file() else runs_below(path)
         for run in below or [find_run(path, output_root(root))]:
             found[run.path] = run
     return list(found.values())
 
 
-def _runs_below(path: Path) -> list[RunFolder]:
-    """Runs up to three folders down: a day, a sweep, a folder of sweeps."""
-    files = [file for depth in ("*", "*/*", "*/*/*") for file in path.glob(f"{depth}/config.yaml")]
+def _newest(root: Path) -> list[RunFolder]:
+    """The newest run under the root; of a sweep, all of its runs."""
+    sweeps = sorted((root / "multirun").glob("*/*"), key=lambda folder: folder.stat().st_mtime)
+    in_sweep = runs_below(sweeps[-1]) if sweeps else []
+    try:
+        alone = find_run(None, root)
+    except LabError:
+        if in_sweep:
+            return in_sweep
+        raise
+    newest = max((run.config_file.stat().st_mtime for run in in_sweep), default=0.0)
+    return in_sweep if newest > alone.config_file.stat().st_mtime else [alone]
+
+
+def runs_below(path: Path) -> list[RunFolder]:
+    """Runs up to four folders down: a day, a sweep, a folder of sweeps, all outputs."""
+    files = [file for depth in range(1, 5) for file in path.glob("*/" * depth + "config.yaml")]
     return [RunFolder(file.parent) for file in sorted(files) if not file.parent.name.startswith(".")]
 
 
-def load_runs(folders: Sequence[RunFolder]) -> list[RunData]:
-    """Read the runs and give each a label; runs that differ in their seed only share a group."""
+def load_runs(folders: Sequence[RunFolder], by: str = "config") -> list[RunData]:
+    """Read the runs and say which belong together.
+
+    by: what makes two runs of one task the same thing but for the seed: "config" (everything they were configured
+    with), "experiment" (its name) or "workflow".
+    """
     runs = [RunData(folder, _read_config(folder), Metrics.read(folder.metrics)) for folder in folders]
-    identities = [
-        tuple(
-            sorted(
-                (path, str(value)) for path, value in run.config.items() if not path.startswith(OF_ONE_RUN)
-            )
-        )
-        for run in runs
-    ]
-    distinct = list(dict.fromkeys(identities))
-    for run, identity in zip(runs, identities):
-        rivals = [runs[identities.index(other)] for other in distinct if other != identity]
-        rivals = [rival for rival in rivals if rival.name == run.name]
-        run.group = run.name + _distinction(run, rivals)
-        same = identities.count(identity) > 1
+    if by == "config":
+        _group_by_config(runs)
+    else:
+        _group_by_name(runs, by)
+    for run in runs:
+        same = sum(other.group == run.group for other in runs) > 1
         run.label = f"{run.group}, seed {run.seed}" if same else run.group
     _make_unique(runs)
     return runs
 
 
+def _group_by_config(runs: Sequence[RunData]) -> None:
+    for attribute, apart in (("group", OF_ONE_RUN), ("method", (*OF_ONE_RUN, *OF_THE_TASK))):
+        identities = [
+            tuple(
+                sorted((path, str(value)) for path, value in run.config.items() if not path.startswith(apart))
+            )
+            for run in runs
+        ]
+        distinct = list(dict.fromkeys(identities))
+        for run, identity in zip(runs, identities):
+            rivals = [runs[identities.index(other)] for other in distinct if other != identity]
+            rivals = [rival for rival in rivals if rival.name == run.name]
+            setattr(run, attribute, run.name + _distinction(run, rivals, apart))
+
+
+def _group_by_name(runs: Sequence[RunData], by: str) -> None:
+    tasks = {run.task.full_name for run in runs}
+    for run in runs:
+        run.method = run.name if by == "experiment" else run.workflow
+        run.group = run.method if len(tasks) == 1 else f"{run.method} on {run.task.full_name}"
+
+
 def _read_config(folder: RunFolder) -> dict[str, Any]:
-    from omegaconf import OmegaConf
+    """The config as it stands in the folder: also one of an older lab, which could not be trained on today."""
+    import yaml
 
     try:
-        plain = OmegaConf.to_container(folder.load_config(), resolve=False)
-    except LabError:
-        raise
-    except Exception as error:  # whatever the YAML parser finds wrong
+        plain = yaml.safe_load(folder.config_file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LabError(f"{folder.config_file} cannot be read as YAML: {error}") from error
-    assert isinstance(plain, dict)
+    if not isinstance(plain, dict):
+        raise LabError(f"{folder.config_file} holds no config")
     return flatten(plain)
 
 
@@ -127,19 +172,22 @@ def flatten(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _distinction(run: RunData, rivals: Sequence[RunData]) -> str:
+def _distinction(run: RunData, rivals: Sequence[RunData], apart: tuple[str, ...]) -> str:
     """What tells a run from others of the same experiment: as few values as do it."""
     texts: list[str] = []
-    paths = [
-        path for path in config_differences([run, *rivals]) if not path.startswith((*OF_ONE_RUN, "_dims"))
-    ]
-    for path in sorted(paths, key=lambda path: path.startswith("training.")):  # lengths tell least
+    paths = [path for path in config_differences([run, *rivals]) if not path.startswith((*apart, "_dims"))]
+    for path in sorted(paths, key=_tells):
         value = run.config.get(path)
         left = [rival for rival in rivals if rival.config.get(path) == value]
         if len(left) < len(rivals):
             texts.append(f"{path.rpartition('.')[2]}={value}")
             rivals = left
     return " ".join(["", *texts])
+
+
+def _tells(path: str) -> int:
+    """The task tells most, and how long a run was least."""
+    return 0 if path == "environment.task" else 2 if path.startswith("training.") else 1
 
 
 def _make_unique(runs: Sequence[RunData]) -> None:

@@ -22,6 +22,9 @@ def write_run(
     train_ratio: int = 32,
     evaluations: int = 10,
     media: bool = True,
+    environment: str = "task: CartPole-v1, num_envs: 4",
+    workflow: str = "rl_lab.workflows.dreamer.DreamerWorkflow",
+    level: float | None = None,  # the return that it ends with; None: by its name
 ) -> Path:
     """A run that learns: `lines` log lines, some evaluations, a torn last line, a GIF."""
     rng = np.random.default_rng(seed + 17)
@@ -29,7 +32,8 @@ def write_run(
     (folder / "config.yaml").write_text(
         f"experiment: {{name: {name}, seed: {seed}, device: cpu}}\n"
         f"algorithm: {{train_ratio: {train_ratio}, batch_size: 16}}\n"
-        f"environment: {{task: CartPole-v1, num_envs: 4}}\n"
+        f"environment: {{{environment}}}\n"
+        f"workflow: {{_target_: {workflow}}}\n"
         f"training: {{total_timesteps: {steps}, phases: [{{name: joint}}]}}\n"
         f"run_dir: {folder}\n"
     )
@@ -38,7 +42,8 @@ def write_run(
     for line in range(1, lines + 1):
         step = steps * line // lines
         done = line / lines
-        level = 20 + (330 if name.startswith("iris") else 470) / (
+        top = 470 if level is None else level
+        reached = 20 + (330 if name.startswith("iris") else top) / (
             1 + math.exp(-12 * (done - 0.45 - 0.03 * seed))
         )
         counters = {
@@ -55,9 +60,9 @@ def write_run(
                 "train/loss/dynamics": 1.0 + 0.6 * math.exp(-3 * done) + 0.02 * rng.standard_normal(),
                 "train/gradient_norm": float(abs(rng.standard_cauchy())) + 0.5,
                 "controller/entropy": 0.69 * (1 - 0.7 * done) + 0.02 * rng.standard_normal(),
-                "controller/value_mean": level / 10 + rng.standard_normal(),
-                "collect/return_mean": min(500.0, max(9.0, level + 40 * rng.standard_normal())),
-                "collect/length_mean": min(500.0, max(9.0, level)),
+                "controller/value_mean": reached / 10 + rng.standard_normal(),
+                "collect/return_mean": min(500.0, max(9.0, reached + 40 * rng.standard_normal())),
+                "collect/length_mean": min(500.0, max(9.0, reached)),
                 "collect/episodes": step // 200,
                 "time/env_steps_per_second": 65 + 8 * rng.standard_normal(),
                 "time/updates_per_second": 32 + 4 * rng.standard_normal(),
@@ -71,7 +76,7 @@ def write_run(
             }
         )
         if evaluations and line % max(1, lines // evaluations) == 0:
-            mean = min(500.0, level + 15)
+            mean = min(500.0, reached + 15)
             rows.append(
                 counters
                 | {"eval/return_mean": mean, "eval/return_std": 60 * (1 - done) + 5, "eval/length_mean": mean}
@@ -101,11 +106,11 @@ def write_gif(path: Path, seed: int = 0, size: int = 64, frames: int = 12) -> Pa
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """make_run(seed=1, …) -> a run folder under tmp_path."""
+    """make_run(seed=1, …) -> a run folder under tmp_path/outputs."""
     made: list[Path] = []
 
-    def make(**options: Any) -> Path:
-        made.append(write_run(tmp_path / "outputs" / "2026-11-15" / f"12-00-{len(made):02d}", **options))
+    def make(at: str | None = None, **options: Any) -> Path:
+        made.append(write_run(tmp_path / "outputs" / (at or f"2026-11-15/12-00-{len(made):02d}"), **options))
         return made[-1]
 
     return make

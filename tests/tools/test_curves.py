@@ -71,7 +71,7 @@ def test_combining_interpolates_and_resamples_long_curves() -> None:
     assert band is not None and band.x.tolist() == [0, 50, 100]
     assert band.mean.tolist() == [0, 25, 50]
     many = curve(list(range(1000)), [1.0] * 1000)
-    resampled = combine([many, many, many], points=50, band=(10, 90))
+    resampled = combine([many, many, many], points=50, level=0.8)
     assert resampled is not None and len(resampled.x) == 50
     np.testing.assert_allclose(resampled.low, 1.0)
 

@@ -117,3 +117,21 @@ def test_rendering_advice(monkeypatch) -> None:
     found = {finding.name: finding for finding in doctor.check_rendering()}
     assert found["MUJOCO_GL"].level == "warn" and "no OSMesa library" in found["MUJOCO_GL"].text
     assert "apt-get install libegl1" in found["EGL"].text
+
+
+@pytest.mark.parametrize(
+    ("libraries", "gpu", "text"),
+    [
+        ({"EGL", "OSMesa"}, False, "egl is chosen (in software"),
+        ({"EGL"}, True, "egl is chosen (on the GPU)"),
+        ({"OSMesa"}, True, "osmesa is chosen (in software"),
+        (set(), False, "observe=proprio only; apt-get install libegl1"),
+    ],
+)
+def test_the_renderer_that_will_be_taken_is_told(libraries, gpu, text, monkeypatch) -> None:
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.setattr(doctor, "_has_nvidia", lambda: gpu)
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: name if name in libraries else None)
+    (found,) = [finding for finding in doctor.check_rendering() if finding.name == "MUJOCO_GL"]
+    assert text in found.text and found.level == ("ok" if libraries else "missing")

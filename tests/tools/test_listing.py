@@ -69,10 +69,21 @@ def test_suites_are_ready_or_say_what_to_install(capsys, monkeypatch) -> None:
     printed = run_list(capsys, "environments")
     lines = {line.split()[0]: line for line in printed.partition("suites:")[2].splitlines()[1:]}
     assert "ready" in lines["dummy"] and "gym" in lines
+    assert "57: alien, amidar, …" in lines["atari"] and " box2d " in lines["carracing"]
     monkeypatch.setattr(listing, "find", lambda requirement: [listing_package(requirement.name)])
-    rows = {suite: (state, text) for suite, state, text in listing.describe_suites()}
-    assert rows["gym"] == ("missing", listing.install_line("classic"))
-    assert rows["dummy"][0] == "ready"
+    rows = {suite: (state, extra, text) for suite, state, extra, _, text in listing.describe_suites()}
+    assert rows["gym"] == ("missing", "classic", listing.install_line("classic"))
+    assert rows["dummy"][:2] == ("ready", "-")
+
+
+def test_a_suite_tells_all_its_tasks(capsys, monkeypatch) -> None:
+    assert run_list(capsys, "--suite", "carracing").split() == ["continuous", "discrete"]
+    with pytest.raises(LabError, match=r"no suite 'atari10k'\. Did you mean 'atari100k'"):
+        listing.tasks_of("atari10k")
+    monkeypatch.setattr(listing, "find", lambda requirement: [listing_package(requirement.name)])
+    monkeypatch.setattr(listing, "_tasks", lambda module: [])  # as a suite whose package is missing
+    with pytest.raises(LabError, match=r"'minigrid' tells no tasks: pip install .*minigrid"):
+        listing.tasks_of("minigrid")
 
 
 def listing_package(name: str):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,8 @@ def test_seeds_and_variants_of_several_runs(make_run: MakeRun, tmp_path: Path) -
     for text in ("dreamer_cartpole train_ratio=32, seed 0", "dreamer_cartpole train_ratio=32, seed 1"):
         assert text in page
     assert "dreamer_cartpole train_ratio=64" in page
+    assert "95 % bootstrap interval" in page and "probability of improvement" in page
+    assert {"aggregates.png", "profiles.png"} <= {path.name for path in paths}
     assert "algorithm.train_ratio" in page and "what differs" in page
 
 
@@ -93,7 +96,7 @@ def test_groups_differ_by_more_than_their_seed(make_run: MakeRun) -> None:
 
 def test_summary(make_run: MakeRun) -> None:
     folder = make_run(steps=1000, lines=50, evaluations=5)
-    manifest = {"version": CHECKPOINT_VERSION, "step": 900, "kind": "full", "buffers": {}}
+    manifest = {"version": CHECKPOINT_VERSION, "step": 900, "kind": "full", "buffers": {}, "info": {}}
     manifest["state"] = {"file": "step_000000900.pt", "bytes": 2_500_000, "crc32": 0}
     write_manifest(folder / "checkpoints" / "step_000000900.json", manifest)
     (folder / "checkpoints" / "best.json").write_text("{torn")
@@ -135,6 +138,46 @@ def test_large_media_are_linked_and_names_are_escaped(make_run: MakeRun) -> None
     assert 'href="../media/episodes/test/a%20long%23film_000000005.mp4"' in page
     assert '<video src="data:video/mp4;base64,' in page
     assert "<b>x</b>" not in page and "&lt;b&gt;x&lt;/b&gt;" in page
+
+
+def test_media_beyond_the_page_s_room_are_linked(make_run: MakeRun, monkeypatch) -> None:
+    from rl_lab.tools import report_page
+
+    run = make_run(lines=5, media=False)
+    folder = run / "media" / "recordings"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"film_{number:09d}.mp4").write_bytes(b"\0" * 1000)
+    monkeypatch.setattr(report_page, "ALL_EMBEDDED", 2500)
+    page = report.write_report([run], keys=["train/loss/reward"])[0].read_text()
+    assert page.count("data:video/mp4") == 2 and page.count('href="../media/recordings/') == 1
+
+
+def test_the_newest_run_or_the_whole_newest_sweep(make_run: MakeRun, tmp_path: Path) -> None:
+    root = tmp_path / "outputs"
+    alone = make_run(lines=2, media=False)
+    os.utime(alone / "config.yaml", (1_000, 1_000))
+    sweep = [
+        make_run(f"multirun/2026-11-15/13-00-00/{seed}", seed=seed, lines=2, media=False) for seed in (0, 1)
+    ]
+    assert [run.path for run in find_runs([], root=str(root))] == sweep
+    for run in sweep:
+        os.utime(run / "config.yaml", (500, 500))
+    assert [run.path for run in find_runs([], root=str(root))] == [alone]
+    assert [run.path for run in find_runs([root])] == [alone, *sweep]
+
+
+def test_grouping_by_experiment_and_by_workflow(make_run: MakeRun) -> None:
+    folders = [
+        RunFolder(make_run(name=name, train_ratio=ratio, lines=5, media=False, environment=f"task: {task}"))
+        for name, ratio, task in (("a", 1, "X-v0"), ("a", 2, "Y-v0"), ("b", 1, "X-v0"))
+    ]
+    by_experiment = load_runs(folders, "experiment")
+    assert [run.method for run in by_experiment] == ["a", "a", "b"]
+    assert [run.group for run in by_experiment] == ["a on X-v0", "a on Y-v0", "b on X-v0"]
+    assert {run.method for run in load_runs(folders, "workflow")} == {"Dreamer"}
+    by_config = load_runs(folders)
+    assert by_config[0].group == "a task=X-v0" and by_config[0].method == "a train_ratio=1"
 
 
 def test_runs_are_found_by_folder_checkpoint_or_as_the_newest(make_run: MakeRun, tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""The pictures of docs/howto/{report,dream_report}.md, from runs that this trains: minutes on a CPU.
+
+python docs/make_report_pictures.py [--runs DIR] [report] [dream]
+
+Runs that lie in DIR already are gone on with, so that giving the command again draws the pictures anew. The page is
+photographed with Chromium, where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+from pathlib import Path
+
+from PIL import Image
+
+from rl_lab.multirun import multirun
+from rl_lab.run_folder import RunFolder
+from rl_lab.tools.dream_page import write_dreams
+from rl_lab.tools.dream_report import measure
+from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.tools.report import write_report
+from rl_lab.training import train
+
+FOLDER = Path(__file__).parent / "images" / "report"
+QUIET = ["logging.tensorboard=false", "logging.progress=plain"]
+# Three seeds of two workflows on one task.
+SWEEPS = {
+    "dreamer_cartpole": ["training.total_timesteps=4000", "training.evaluate.every_env_steps=500"],
+    "tdmpc2_cartpole": ["training.total_timesteps=2000", "training.evaluate.every_env_steps=500"],
+}
+# Models of one small world of pictures, trained for a short and for a longer time.
+PICTURES = [
+    "environment=minigrid",
+    "environment.task=Empty-5x5",
+    "environment.observe=rgb_full",
+    "environment.size=32",
+]
+PICTURES += [
+    "components/encoder=dict",
+    "algorithm.batch_size=8",
+    "environment.num_envs=4",
+    "environment.workers=0",
+]
+PICTURES += ["training.evaluate.every_env_steps=null", "environment.time_limit=40"]
+DREAMERS = {"600 steps": 600, "4,000 steps": 4000}
+
+
+def report_pictures(runs: Path) -> None:
+    for experiment, words in SWEEPS.items():
+        sweep = f"hydra.sweep.dir={runs / experiment}"
+        multirun([f"experiment={experiment}", "experiment.seed=0,1,2", *words, *QUIET, sweep])
+    evaluate_run(runs / "dreamer_cartpole" / "0", checkpoint="best", episodes=20, video=True)
+    page, *_ = write_report([runs / experiment for experiment in SWEEPS], out=runs / "report")
+    photograph(page, FOLDER / "page.png", height=2300)
+
+
+def dream_pictures(runs: Path) -> None:
+    folders = []
+    for name, steps in DREAMERS.items():
+        folder = runs / "dream" / str(steps)
+        words = [f"training.total_timesteps={steps}", f"experiment.name={name!r}", f"run_dir={folder}"]
+        train(None, [*PICTURES, *QUIET, *words])
+        folders.append(RunFolder(folder))
+    found = measure(folders, episodes=24, horizon=20, context=4, policy="random")
+    files = write_dreams(found, runs / "dream_report")
+    keep(files["png"], FOLDER / "dream.png")
+
+
+def photograph(page: Path, target: Path, height: int) -> None:
+    """What a browser shows of a page."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        print(f"no Chromium here: {target} is not made")
+        return
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--window-size=1100,{height}",
+    ]
+    command = [browser, *options, f"--screenshot={target}", page.resolve().as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    keep(target, target)
+
+
+def keep(picture: Path, target: Path) -> None:
+    """In 128 colours: a third of the bytes."""
+    with Image.open(picture) as content:
+        smaller = content.convert("RGB").quantize(128)
+    smaller.save(target, optimize=True)
+    print(target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pictures", nargs="*", help="report, dream (default: both)")
+    parser.add_argument("--runs", type=Path, default=Path("outputs/docs"))
+    args = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    runs = args.runs.resolve()
+    if not args.pictures or "report" in args.pictures:
+        report_pictures(runs)
+    if not args.pictures or "dream" in args.pictures:
+        dream_pictures(runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Published scores by task, and what a return is normalised by. The numbers and their sources are in published.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_lab.environments.aliases import with_suite
+
+DATA = Path(__file__).with_name("published.yaml")
+ATARI = ("atari", "atari100k")
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Return -> score: `low` (a random agent) becomes 0 and `high` (a person, or the most there is) becomes 1."""
+
+    low: float
+    high: float
+    name: str  # of the score: human-normalised, …
+    source: str
+
+    def __call__(self, value: Any) -> Any:
+        return (value - self.low) / (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Published:
+    """One agent's published score on one task."""
+
+    agent: str
+    score: float
+    frames: int
+    source: str
+    seeds: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run's config says of its environment, in the lab's names: suite "" for a plain Gymnasium id."""
+
+    suite: str
+    name: str
+    observe: str = ""
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.suite}/{self.name}" if self.suite else self.name
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Task:
+        """config: flat, dotted path -> value."""
+        task = config.get("environment.task")
+        if not isinstance(task, str):
+            return cls("", str(task or "unknown"))
+        suite, slash, name = with_suite(task, config.get("environment.suite")).partition("/")
+        if not slash or ":" in suite:
+            return cls("", task)
+        if suite in ATARI:
+            name = _games().get(_plain(name), name)
+        if suite == "dmc":
+            name = name.replace("-", "_")
+            name = f"ball_in_{name}" if name.startswith("cup_") else name
+        return cls(suite, name, str(config.get("environment.observe") or ""))
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Published results of one agent over the tasks of a suite."""
+
+    suite: str
+    agent: str
+    frames: int
+    source: str
+    scores: dict[str, float]
+    observe: str = ""
+    seeds: int | None = None
+    aggregates: dict[str, float] = field(default_factory=dict)  # of normalised scores
+
+
+def normalisation(task: Task) -> Normalisation | None:
+    """How returns of a task become comparable scores; None where nothing is published."""
+    suite = "atari" if task.suite in ATARI else task.suite
+    table = _data()["normalisation"].get(suite)
+    if table is None:
+        return None
+    bounds = table["every_task"] if "every_task" in table else table["scores"].get(task.name)
+    if bounds is None:
+        return None
+    name = "human-normalised" if suite == "atari" else "normalised"
+    return Normalisation(float(bounds[0]), float(bounds[1]), name, table["source"])
+
+
+def published(task: Task) -> list[Published]:
+    """Published scores of a task, fewest frames first."""
+    found = [
+        Published(block.agent, block.scores[task.name], block.frames, block.source, block.seeds)
+        for block in benchmarks()
+        if block.suite == task.suite
+        and task.name in block.scores
+        and (not block.observe or block.observe == task.observe)
+    ]
+    return sorted(found, key=lambda row: (row.frames, -row.score))
+
+
+@cache
+def benchmarks() -> tuple[Benchmark, ...]:
+    return tuple(Benchmark(**block) for block in _data()["results"])
+
+
+@cache
+def _data() -> dict[str, Any]:
+    content = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+@cache
+def _games() -> dict[str, str]:
+    return {_plain(game): game for game in _data()["normalisation"]["atari"]["scores"]}
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").replace(" ", "")

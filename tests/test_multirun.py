@@ -1,0 +1,92 @@
+"""Several seeds from one command: where the runs lie, what is said of them, and what a failure does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_lab.cli import main
+from rl_lab.errors import LabError
+from rl_lab.multirun import collect, multirun
+from rl_lab.tools.report_runs import find_runs, load_runs
+
+WORDS = ["+experiment=random_cartpole", "debug=tiny", "training.total_timesteps=30", "logging.progress=off"]
+WORDS += ["logging.tensorboard=false", "training.evaluate.every_env_steps=null"]
+
+
+# Under `pytest -n` the sweep leaves pytest's captured stdout closed; alone it passes.
+@pytest.mark.learning
+def test_seeds_lie_together_and_count_as_one(tmp_path: Path, capsys):
+    sweep = multirun([*WORDS, "experiment.seed=0,1", f"output_root={tmp_path / 'here'}"])
+    assert [run.name for run in sweep.runs] == ["0", "1"] and not sweep.failures
+    assert sweep.path.parents[1] == tmp_path / "here" / "multirun"
+    printed = capsys.readouterr().out
+    assert "0  experiment.seed=0" in printed and f"rl-lab report {sweep.path}" in printed
+    runs = load_runs(find_runs([sweep.path]))
+    assert {run.group for run in runs} == {"random_cartpole"} and [run.seed for run in runs] == [0, 1]
+    assert find_runs([], root=str(tmp_path / "here"))[0].path.parent == sweep.path
+
+
+@pytest.mark.learning
+def test_a_run_that_fails_does_not_stop_the_others_and_the_command_can_be_given_again(tmp_path: Path, capsys):
+    folder = tmp_path / "sweep"
+    words = [*WORDS, f"hydra.sweep.dir={folder}"]
+    with pytest.raises(LabError, match=r"1 of 2 runs failed: run 0: environment.num_envs=0"):
+        multirun([*words, "environment.num_envs=0,2"])
+    assert [run.name for run in collect(folder).runs] == ["1"] and list(collect(folder).failures) == ["0"]
+    before = (folder / "1" / "metrics.jsonl").read_text()
+    sweep = multirun([*words, "environment.num_envs=1,2"])  # what is done is not done again
+    assert [run.name for run in sweep.runs] == ["0", "1"] and not sweep.failures
+    assert (folder / "1" / "metrics.jsonl").read_text().startswith(before)
+
+
+def test_a_mistake_of_all_runs_is_said_once_before_any_begins(tmp_path: Path, capsys):
+    words = ["train", "-m", *WORDS, "experiment.sed=0,1", f"output_root={tmp_path / 'here'}"]
+    assert main(words) == 1
+    assert capsys.readouterr().err.count("Did you mean 'experiment.seed'") == 1
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.learning  # processes that each load torch
+def test_side_by_side(tmp_path: Path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    command = [sys.executable, "-m", "rl_lab", "train", "-m", *WORDS, "experiment.seed=0,1"]
+    command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=sweep"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "#0 run folder:" in result.stdout and "#1 run folder:" in result.stdout
+    configs = [yaml.safe_load((tmp_path / "sweep" / name / "config.yaml").read_text()) for name in "01"]
+    assert [config["experiment"]["seed"] for config in configs] == [0, 1]
+
+
+@pytest.mark.learning  # processes that each load torch
+def test_ctrl_c_stops_all_and_saves(tmp_path: Path):
+    words = [word for word in WORDS if "total_timesteps" not in word] + ["training.total_timesteps=10000000"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl_lab",
+        "train",
+        "-m",
+        *words,
+        "experiment.seed=0,1",
+        "hydra.sweep.dir=sweep",
+    ]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    log = tmp_path / "sweep" / "0" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.is_file() and log.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and "hydra.sweep.dir=sweep goes on" in errors
+    assert list((tmp_path / "sweep" / "0" / "checkpoints").glob("step_*.json"))
+    assert not (tmp_path / "sweep" / "1").exists()

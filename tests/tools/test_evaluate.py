@@ -1,0 +1,178 @@
+"""`rl-lab eval`: the same seed gives the same files, and what it says is what was played."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rl_lab
+from rl_lab.cli import main
+from rl_lab.environments.make import env_factory
+from rl_lab.episode_tracker import Episode
+from rl_lab.errors import CheckpointError, ConfigError, LabError
+from rl_lab.tools.evaluate import evaluate_run, parse_changes
+from rl_lab.tools.evaluate_films import MOST_FRAMES, ActionNotes, Take, choose, play_again
+from rl_lab.tools.evaluate_scores import episode_lines, summary
+from rl_lab.tools.published import Task
+
+QUIET = ["logging.progress=off", "logging.tensorboard=false"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A tiny trained run with two checkpoints and a best one."""
+    folder = tmp_path_factory.mktemp("evaluate") / "run"
+    words = ["debug=tiny", "training.total_timesteps=60", "training.checkpoint.keep=9", f"run_dir={folder}"]
+    words += ["training.evaluate.every_env_steps=40", "training.evaluate.episodes=1"]
+    rl_lab.train("dreamer_cartpole", words + QUIET)
+    return folder
+
+
+def test_the_same_seed_gives_the_same_files_twice(run: Path, tmp_path: Path):
+    texts = []
+    for name in ("a", "b"):
+        words = ["--episodes", "5", "--seed", "7", "--no-video", "--json", str(tmp_path / f"{name}.json")]
+        assert main(["eval", str(run), *words]) == 0
+        texts.append([(tmp_path / f"{name}.{kind}").read_bytes() for kind in ("json", "csv")])
+    assert texts[0] == texts[1]
+    other = evaluate_run(run, episodes=5, seed=8, json_file=str(tmp_path / "c.json"))
+    assert other["returns"] != json.loads(texts[0][0])["returns"]
+
+
+def test_table_json_csv_and_videos(run: Path, capsys):
+    assert main(["eval", str(run), "--episodes", "5", "--envs", "2", "--deterministic"]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((run / "report" / "eval.json").read_text())
+    assert result["num_envs"] == 2 and result["sample"] is False and len(result["returns"]) == 5
+    returns = np.array(result["returns"])
+    assert result["return_mean"] == pytest.approx(returns.mean()) and result["return_std"] == pytest.approx(
+        returns.std()
+    )
+    assert result["return_median"] == np.median(returns)
+    low, high = result["return_intervals"]["mean"]
+    assert low <= result["return_mean"] <= high and result["interval_level"] == 0.95
+    lines = list(csv.DictReader((run / "report" / "eval.csv").open()))
+    assert [float(line["return"]) for line in lines] == result["returns"]
+    assert [line["env"] for line in lines] == ["0", "1", "0", "1", "0"]
+    for name in ("best", "median", "worst"):
+        assert f"{name} episode: " in printed
+        assert len(list((run / "media" / "episodes" / "test").glob(f"eval_{name}_*"))) == 1
+    assert "IQM" in printed and "deterministic" in printed and "does not repeat itself" not in printed
+
+
+def test_any_checkpoint(run: Path, tmp_path: Path):
+    steps = sorted(
+        int(file.stem.removeprefix("step_").partition(".")[0])
+        for file in (run / "checkpoints").glob("step_*.json")
+    )
+    first = evaluate_run(run, episodes=1, checkpoint=str(steps[0]), json_file=str(tmp_path / "a.json"))
+    newest = evaluate_run(run, episodes=1, checkpoint="latest", json_file=str(tmp_path / "b.json"))
+    assert first["step"] == steps[0] < newest["step"] == steps[-1]
+    named = run / "checkpoints" / first["weights"]
+    assert evaluate_run(named, episodes=1, json_file=str(tmp_path / "c.json"))["step"] == steps[0]
+    assert (
+        evaluate_run(run, episodes=1, checkpoint=str(named), json_file=str(tmp_path / "d.json"))["step"]
+        == steps[0]
+    )
+    assert (
+        evaluate_run(run, episodes=1, checkpoint="best", json_file=str(tmp_path / "e.json"))["checkpoint"]
+        == "best"
+    )
+    with pytest.raises(CheckpointError, match=f"no checkpoint '123'.*step_{steps[0]:09d}"):
+        evaluate_run(run, episodes=1, checkpoint="123")
+
+
+def test_other_settings_of_the_environment(run: Path, tmp_path: Path):
+    result = evaluate_run(run, episodes=2, environment={"time_limit": 3}, json_file=str(tmp_path / "a.json"))
+    assert result["lengths"] == [3, 3] and result["environment"] == {"time_limit": 3}
+    with pytest.raises(ConfigError, match=r"was trained with vector \(4,\).*image"):
+        evaluate_run(run, episodes=1, environment={"pixels": True, "size": 16})
+    assert parse_changes(["a=1", "b=[x, 2]"]) == {"a": 1, "b": ["x", 2]}
+    for wrong in ("novalue", "=3", "a={"):
+        with pytest.raises(ConfigError, match="--env"):
+            parse_changes([wrong])
+    with pytest.raises(ConfigError, match="at least 1"):
+        evaluate_run(run, episodes=0)
+
+
+# ---------------------------------------------------------------- films
+
+
+def test_an_episode_is_played_again_as_it_was():
+    factory = env_factory("dummy/discrete", length=6)
+    film = play_again(factory, "dummy", Take(env=1, number=2, actions=np.array([0, 1, 2])), seed=5)
+    again = play_again(factory, "dummy", Take(env=1, number=2, actions=np.array([0, 1, 2])), seed=5)
+    assert film.episode_return == again.episode_return and film.whole and film.fps == 10
+    np.testing.assert_array_equal(film.frames, again.frames)
+    assert film.frames.shape == (4, 32, 32, 3)
+
+
+def test_what_cannot_be_rendered_is_filmed_as_the_agent_sees_it_or_said(monkeypatch):
+    from rl_lab.environments import dummy
+
+    monkeypatch.setattr(dummy.CueEnv, "render", lambda self: None)
+    seen = play_again(env_factory("dummy/dict"), "dummy/dict", Take(0, 0, np.array([[0, 0]])), seed=1)
+    assert seen.frames.shape == (2, 16, 16, 3)
+    with pytest.raises(LabError, match="renders no frames"):
+        play_again(env_factory("dummy/discrete"), "dummy/discrete", Take(0, 0, np.array([0])), seed=1)
+
+
+def test_long_episodes_are_cut_and_failures_are_said(monkeypatch):
+    factory = env_factory("dummy/count", length=MOST_FRAMES + 50)
+    film = play_again(factory, "count", Take(0, 0, np.zeros(MOST_FRAMES + 20, dtype=np.int64)), seed=1)
+    assert len(film.frames) == MOST_FRAMES and not film.whole
+    with pytest.raises(LabError, match="failed when it was played again"):
+        play_again(env_factory("dummy/discrete"), "dummy", Take(0, 0, np.array([["x"]])), seed=1)
+
+
+def test_actions_are_noted_by_episode():
+    notes = ActionNotes()
+    rows = [  # two environments; the first one's first episode has two steps, its second one
+        ([1, 5], [True, True], [False, False]),
+        ([2, 6], [False, False], [False, False]),
+        ([0, 7], [False, False], [True, False]),
+        ([3, 8], [True, False], [False, False]),
+        ([0, 0], [False, False], [True, True]),
+    ]
+    for action, first, ended in rows:
+        notes.add(
+            {
+                "action": np.array(action),
+                "is_first": np.array(first),
+                "terminated": np.array(ended),
+                "truncated": np.zeros(2, bool),
+            }
+        )
+    assert notes.take(0, 2).actions.tolist() == [1, 2]
+    assert notes.take(1, 2).actions.tolist() == [5, 6, 7, 8]
+    assert notes.take(2, 2).actions.tolist() == [3] and notes.take(2, 2).number == 1
+
+
+def test_best_median_and_worst():
+    episodes = [Episode(value, 1) for value in (3.0, 9.0, 1.0, 5.0, 7.0)]
+    assert choose(episodes) == {"best": 1, "median": 3, "worst": 2}
+    assert choose(episodes[:2]) == {"best": 1, "worst": 0} and choose(episodes[:1]) == {"best": 0}
+
+
+# ---------------------------------------------------------------- scores
+
+
+def test_atari_is_human_normalised():
+    result = summary([Episode(14.6, 10), Episode(-20.7, 10)], Task("atari100k", "pong"), seed=0)
+    scores = result["normalised"]
+    assert scores["name"] == "human-normalised" and (scores["min"], scores["max"]) == (0.0, 1.0)
+    assert scores["mean"] == pytest.approx(0.5) and (scores["zero_at"], scores["one_at"]) == (-20.7, 14.6)
+    assert "normalised" in episode_lines([Episode(14.6, 10)], Task("atari", "pong")).splitlines()[0]
+    assert "normalised" not in summary([Episode(1.0, 1)], Task("", "CartPole-v1"), seed=0)
+
+
+def test_crafter_score_by_hand():
+    """Two achievements, unlocked in all and in none of the episodes: exp((ln 101 + ln 1) / 2) - 1."""
+    logs = [{"log/achievement_wake_up": 1.0, "log/achievement_collect_coal": 0.0, "log/x": 3.0}] * 2
+    result = summary([Episode(1.0, 5, log=log) for log in logs], Task("crafter", "reward"), seed=0)
+    assert result["crafter_score"] == pytest.approx(101**0.5 - 1)
+    assert result["log/x"] == 3.0

@@ -1,0 +1,126 @@
+"""The live page: it follows the runs, and is shown to nobody who may not see it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_lab.errors import LabError
+from rl_lab.tools import report_page, report_serve
+from rl_lab.tools.report_serve import LiveReport, Server, serve
+from rl_lab.tools.web_access import WebAccess
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """served(token=…) -> a server over tmp_path/outputs, at a free port of this machine."""
+    servers: list[Server] = []
+
+    def start(host: str = "127.0.0.1", token: str | None = None) -> Server:
+        access = WebAccess(host, token)
+        live = LiveReport([tmp_path / "outputs"], token=access.token)
+        servers.append(Server(live, access, 0))
+        threading.Thread(
+            target=servers[-1].serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+        server.live.close()
+
+
+def get(
+    server: Server, path: str = "", headers: dict[str, str] | None = None
+) -> tuple[int, bytes, dict[str, str]]:
+    address = f"http://127.0.0.1:{server.server_address[1]}/{path}"
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(address, headers=headers or {}), timeout=20
+        ) as answer:
+            return answer.status, answer.read(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), dict(error.headers)
+
+
+def test_the_page_follows_the_runs(served, make_run: MakeRun, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(report_page, "LARGEST_EMBEDDED", 100)
+    server = served()
+    live = server.live
+    assert live.refresh() and b"no run below" in get(server)[1]
+    run = make_run(lines=12)
+    assert live.refresh() and not live.refresh()
+    status, page, headers = get(server)
+    assert status == 200 and b"dreamer_cartpole" in page and get(server, "version")[1] == b"2"
+    assert "'none'" in headers["Content-Security-Policy"] and "no-store" in headers["Cache-Control"]
+    # A file too large for the page is linked, and served by that link alone.
+    (link,) = re.findall(r'href="(file/[^"]+)"', page.decode())
+    assert get(server, link)[1] == (run / "media/episodes/test/eval_episode_000020000.gif").read_bytes()
+    assert get(server, "file/9.gif")[0] == 404
+    for wrong in ("../../etc/passwd", "file/../config.yaml", str(run / "config.yaml"), "%2e%2e/config.yaml"):
+        assert get(server, wrong)[0] == 404
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 21000, "collect/return_mean": 3.0}\n')
+    assert live.refresh() and live.version == "3" and b"21,000" in get(server)[1]
+    # A run that vanishes, or cannot be read, does not end it.
+    (run / "config.yaml").write_text("{broken")
+    assert live.refresh() and b"could not be drawn" in get(server)[1]
+    shutil.rmtree(run)
+    assert live.refresh() and b"no run below" in get(server)[1]
+
+
+def test_without_a_token_only_this_machine_s_own_page(served):
+    server = served()
+    assert get(server)[0] == 200
+    port = server.server_address[1]
+    assert get(server, headers={"Host": "evil.example"})[0] == 403
+    assert get(server, headers={"Origin": "http://evil.example"})[0] == 403
+    assert get(server, headers={"Origin": f"http://127.0.0.1:{port}"})[0] == 200
+    for method in ("POST", "PUT", "DELETE"):
+        request = urllib.request.Request(server.url, method=method)
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(request, timeout=20)
+
+
+def test_beyond_loopback_nothing_without_the_token(served, make_run: MakeRun):
+    server = served(host="0.0.0.0")
+    token = server.access.token
+    assert token and f"?token={token}" in server.url
+    for path in ("", "version", "file/0.gif", "?token=wrong", "version?token="):
+        status, body, _ = get(server, path)
+        assert status == 403 and b"dreamer" not in body and token.encode() not in body
+    assert get(server, f"version?token={token}")[0] == 200
+    assert get(server, "version", {"Authorization": f"Bearer {token}"})[0] == 200
+
+
+def test_the_thread_draws_by_itself(make_run: MakeRun, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(report_serve, "LOOK_SECONDS", 0.01)
+    live = LiveReport([tmp_path / "outputs"])
+    watcher = threading.Thread(target=live.watch, daemon=True)
+    watcher.start()
+    assert live.drawn.wait(20) and b"no run below" in live.page
+    live.close()
+    watcher.join(20)
+    assert not watcher.is_alive()
+
+
+def test_mistakes_are_said(tmp_path: Path):
+    with pytest.raises(LabError, match="no folder"):
+        serve([tmp_path / "nothing"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(LabError, match="another --port"):
+            serve([tmp_path], port=taken.getsockname()[1])

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from rl_lab.errors import LabError
+from rl_lab.tools.web_access import WebAccess, host_name, is_loopback, make_token, same_origin
+
+LOCAL = {"Host": "127.0.0.1:8000"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.9", "localhost", "LOCALHOST.", "::1", "[::1]"])
+def test_loopback(host: str):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "", "10.0.0.1", "localhost.evil.example", "127.0.0.1.evil.example", "::"]
+)
+def test_everything_else_is_not(host: str):
+    assert not is_loopback(host)
+
+
+def test_host_headers():
+    assert host_name("127.0.0.1:8000") == "127.0.0.1" and host_name("[::1]:80") == "::1"
+    assert host_name("[nonsense") == "" and host_name("") == ""
+
+
+def test_on_loopback_no_token_is_needed():
+    access = WebAccess("127.0.0.1", None)
+    assert access.token is None and access.url(8000) == "http://127.0.0.1:8000/"
+    assert access.allowed(LOCAL, None, "127.0.0.1")
+    assert access.allowed({"host": "localhost:8000", "origin": "http://localhost:8000"}, None, "::1")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example:8000"},  # a name that was pointed at 127.0.0.1
+        {},
+        {**LOCAL, "Origin": "http://evil.example"},
+        {**LOCAL, "Origin": "http://127.0.0.1:9999"},  # another page of this machine
+        {**LOCAL, "Origin": "null"},
+        {**LOCAL, "Origin": "file://127.0.0.1:8000"},
+        {**LOCAL, "Origin": "http://[bad"},
+    ],
+)
+def test_other_pages_are_refused(headers: dict[str, str]):
+    assert not WebAccess().allowed(headers, None, "127.0.0.1")
+
+
+def test_without_a_token_only_this_machine():
+    assert not WebAccess().allowed(LOCAL, None, "10.0.0.7")
+
+
+def test_any_other_address_has_a_token():
+    access = WebAccess("0.0.0.0")
+    assert access.token and len(access.token) >= 32
+    assert access.url(80).endswith(f"/?token={access.token}") and "0.0.0.0" not in access.url(80)
+    headers = {"Host": "lab.example:8000"}
+    assert access.allowed(headers, access.token, "10.0.0.7")
+    assert access.allowed({**headers, "Authorization": f"Bearer {access.token}"}, None, "10.0.0.7")
+    assert access.allowed({**headers, "Origin": "http://lab.example:8000"}, access.token, "10.0.0.7")
+    for token in (None, "", "wrong", access.token + "x", access.token[:-1], "ü"):
+        assert not access.allowed(headers, token, "10.0.0.7")
+        assert not access.allowed(headers, token, "127.0.0.1"), "from this machine too"
+    assert not access.allowed({**headers, "Origin": "http://evil.example"}, access.token, "10.0.0.7")
+    assert not access.allowed({**headers, "Authorization": f"Basic {access.token}"}, None, "10.0.0.7")
+
+
+def test_a_token_of_ones_own():
+    access = WebAccess("127.0.0.1", "a b&c")
+    assert access.url(1) == "http://127.0.0.1:1/?token=a%20b%26c"
+    assert access.allowed(LOCAL, "a b&c", "127.0.0.1") and not access.allowed(LOCAL, None, "127.0.0.1")
+    with pytest.raises(LabError, match="empty"):
+        WebAccess("0.0.0.0", " ")
+    assert make_token() != make_token()
+    assert WebAccess("::1").url(5) == "http://[::1]:5/"
+
+
+def test_origins():
+    assert same_origin(None, "a:1") and same_origin("https://A:1", "a:1")
+    assert not same_origin("http://a", "a:1") and not same_origin("http://", "")
