@@ -1,0 +1,278 @@
+"""Planning by sampling: MPPI, the cross-entropy method, random shooting, over any model that can be stepped.
+
+A model is anything with
+
+    next(latent, action, noise) -> latent                         one step; latents are tensors or dicts of them, (R, …)
+    reward(latent, action, following) -> (R, H)                   of H steps at once: latents are (R, H, …)
+    value(latent, noise) -> (R,)                                  what is to come after the horizon
+    policy(latent, noise) -> (R, A)                               actions to propose
+
+and, where it has them, `alive(following) -> (R, …)` (probability that the episode goes on), `noise` (name -> NoiseSpec
+of one row, for `next`, `value`, `policy`; None is passed where it has none), `dtype` (what it wants actions in) and
+`rewards_on_arrival` (False: `reward` does not look at the following latents and is given None).
+Actions are as networks see them: numbers in [-1, 1], or one-hot choices side by side.
+
+Everything is a pure function of tensors with fixed shapes: noise comes in, no number is read by the host, the loop
+over iterations is unrolled. A whole plan can be recorded as one CUDA graph, for any number of environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_lab.components.controllers.action_search import ActionSearch, CategoricalSearch, NormalSearch
+from rl_lab.components.nn.categorical import sample_index
+from rl_lab.errors import ConfigError, closest
+from rl_lab.records import NoiseSpec, Spec
+
+METHODS = ("mppi", "cem", "random_shooting")
+MANY_ACTIONS = 20  # from here on TD-MPC2 iterates twice more (nicklashansen/tdmpc2 tdmpc2.py)
+WORST = -1e9  # value of a trajectory that is not a number: never an elite
+Latent = Any
+Noise = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Plan:
+    """What a call of `plan` found."""
+
+    action: torch.Tensor  # (N, A) to execute
+    memory: torch.Tensor  # (N, H, W) to start from in the next step
+    value: torch.Tensor  # (N,) of the best sequence
+    spread: torch.Tensor  # (N,) mean deviation of the last parameters, or probability of the likeliest choice
+
+
+class MPCPlanner:
+    """Samples action sequences, keeps the best, narrows the search around them, and executes the first action.
+
+    method:          mppi: elites weigh by exp(temperature · value), one of them is drawn and executed ·
+                     cem: elites weigh alike, their mean is executed · random_shooting: one round, the best is executed
+    horizon:         steps looked ahead
+    iterations:      rounds of sampling; "auto": 6, and 8 from 20 actions on (TD-MPC2)
+    samples:         sequences in a round, the policy's included
+    policy_samples:  of these, proposed by the policy; drawn once and kept in every round
+    elites:          sequences that the next round is fitted to
+    min_std:         least deviation; for discrete actions the least share of the uniform distribution
+    momentum:        share of the mean before in the next one
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        method: str = "mppi",
+        horizon: int = 3,
+        iterations: int | str = "auto",
+        samples: int = 512,
+        policy_samples: int = 24,
+        elites: int = 64,
+        temperature: float = 0.5,
+        min_std: float = 0.05,
+        max_std: float = 2.0,
+        momentum: float = 0.0,
+    ) -> None:
+        if method not in METHODS:
+            raise ConfigError(f"no planner is called '{method}'.{closest(method, METHODS)}")
+        if iterations == "auto":
+            iterations = 8 if spec.action.size >= MANY_ACTIONS else 6
+        shooting = method == "random_shooting"
+        self.method = method
+        self.horizon = horizon
+        self.iterations = 1 if shooting else int(iterations)
+        self.samples = samples
+        self.policy_samples = policy_samples
+        self.elites = 1 if shooting else elites
+        self.temperature = temperature if method == "mppi" else 0.0
+        self.min_std = min_std
+        if not 1 <= self.elites <= samples or not 0 <= policy_samples < samples:
+            raise ConfigError(
+                f"a planner of {samples} samples cannot keep {self.elites} elites or take {policy_samples} from the "
+                "policy: both must be fewer"
+            )
+        if min(self.horizon, self.iterations) < 1:
+            raise ConfigError("a planner needs a horizon and iterations of at least 1")
+        self.search: ActionSearch
+        if spec.action.kind == "continuous":
+            self.search = NormalSearch(
+                spec.action, horizon, max_std=max_std, momentum=momentum, uniform=shooting
+            )
+        else:
+            self.search = CategoricalSearch(spec.action, horizon, momentum=momentum)
+
+    def memory(self, num_envs: int, device: torch.device | str) -> torch.Tensor:
+        """The plan before the first step, (N, H, W)."""
+        return self.search.blank(num_envs, device)
+
+    def noise(self, num_envs: int, model_noise: Mapping[str, NoiseSpec]) -> dict[str, NoiseSpec]:
+        """Random numbers of one call of `plan`; model_noise: of one row, by the model's method."""
+        n, h, rounds = num_envs, self.horizon, self.iterations
+        drawn = self.samples - self.policy_samples
+        specs = {
+            "samples": _widened(self.search.noise, rounds, n, drawn),
+            "select": NoiseSpec((n,), "uniform"),
+            "choice": _widened(self.search.choice_noise, n),
+        }
+        if "next" in model_noise:
+            specs["next"] = _widened(model_noise["next"], rounds, h, n * self.samples)
+        if "value" in model_noise:
+            specs["value"] = _widened(model_noise["value"], rounds, n * self.samples)
+        if self.policy_samples:
+            if "policy" in model_noise:
+                specs["propose"] = _widened(model_noise["policy"], h, n * self.policy_samples)
+            if "next" in model_noise:
+                specs["propose_next"] = _widened(model_noise["next"], h, n * self.policy_samples)
+        return specs
+
+    @torch.no_grad()
+    def plan(
+        self,
+        model: Any,
+        latent: Latent,  # (N, …)
+        memory: torch.Tensor,  # (N, H, W)
+        is_first: torch.Tensor,  # (N,) bool
+        noise: Noise,
+        *,
+        discount: torch.Tensor | float,  # one number, or (N,)
+        explore: torch.Tensor | float = 1.0,
+        mask: torch.Tensor | None = None,  # (N, A): parts of an action that each environment has
+        min_std: torch.Tensor | float | None = None,
+        horizon: torch.Tensor | None = None,  # 0-d int64 ≤ self.horizon: look less far ahead
+    ) -> Plan:
+        n = len(is_first)
+        floor = self.min_std if min_std is None else min_std
+        if not isinstance(discount, torch.Tensor):
+            discount = torch.full((n,), discount, device=memory.device)
+        weight = repeat(
+            discount_weights(discount.expand(n), self.horizon), self.samples
+        )  # (R, H + 1), R = N · S
+        start = repeat(latent, self.samples)
+        proposals = self._propose(model, latent, n, noise) if self.policy_samples else None
+        parameters = self.search.start(memory, is_first)
+        for i in range(self.iterations):
+            actions = self.search.sample(parameters, noise["samples"][i])  # (N, S − P, H, A)
+            if mask is not None:
+                actions = actions * mask[:, None, None]
+            if proposals is not None:
+                actions = torch.cat([proposals, actions], 1)
+            values = trajectory_values(
+                model,
+                start,
+                actions.flatten(0, 1),
+                weight=weight,
+                next_noise=noise["next"][i] if "next" in noise else None,
+                value_noise=noise["value"][i] if "value" in noise else None,
+                horizon=horizon,
+            ).view(n, self.samples)
+            values = values.nan_to_num(nan=WORST, neginf=WORST)
+            best, index = torch.topk(values, self.elites, dim=1, sorted=False)
+            chosen = index[..., None, None].expand(-1, -1, *actions.shape[2:])
+            elites = actions.gather(1, chosen)  # (N, E, H, A)
+            score = elite_weights(best, self.temperature)
+            parameters = self.search.refit(parameters, elites, score, floor)
+        first = self._first(parameters, elites, score, noise["select"])
+        action = self.search.choose(parameters, first, noise["choice"], explore)
+        action = action if mask is None else action * mask
+        return Plan(action, parameters[0], best.amax(1), parameters[-1].mean((1, 2)))
+
+    def _first(
+        self,
+        parameters: tuple[torch.Tensor, ...],
+        elites: torch.Tensor,
+        score: torch.Tensor,
+        noise: torch.Tensor,
+    ) -> torch.Tensor:
+        """(N, A): MPPI draws an elite by its weight, the others take the mean of them (of one: the best)."""
+        if self.method != "mppi":
+            return parameters[0][:, 0]
+        index = sample_index(score, noise)  # (N,)
+        return elites[:, :, 0].gather(1, index.view(-1, 1, 1).expand(-1, 1, elites.shape[-1])).squeeze(1)
+
+    def _propose(self, model: Any, latent: Latent, n: int, noise: Noise) -> torch.Tensor:
+        """Sequences that the policy would take, (N, P, H, A)."""
+        state = repeat(latent, self.policy_samples)
+        actions = []
+        for t in range(self.horizon):
+            action = model.policy(state, noise["propose"][t] if "propose" in noise else None)
+            actions.append(action.float())
+            if t + 1 < self.horizon:
+                step_noise = noise["propose_next"][t] if "propose_next" in noise else None
+                state = model.next(state, _as_wanted(model, action), step_noise)
+        return torch.stack(actions, 1).unflatten(0, (n, self.policy_samples))
+
+
+def elite_weights(values: torch.Tensor, temperature: float) -> torch.Tensor:
+    """MPPI's weights: values (N, E) -> exp(temperature · (value − best)), summing to 1; temperature 0 weighs alike."""
+    return torch.softmax(temperature * values, 1)
+
+
+def discount_weights(discount: torch.Tensor, horizon: int) -> torch.Tensor:
+    """1, γ, …, γᴴ for each environment: (N,) -> (N, H + 1)."""
+    return discount.unsqueeze(1) ** torch.arange(horizon + 1, device=discount.device)
+
+
+def trajectory_values(
+    model: Any,
+    latent: Latent,  # (R, …)
+    actions: torch.Tensor,  # (R, H, A)
+    *,
+    weight: torch.Tensor,  # (R, H + 1) discounts
+    next_noise: torch.Tensor | None = None,  # (H, R, …)
+    value_noise: torch.Tensor | None = None,  # (R, …)
+    horizon: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Σ γᵗ alive_t reward_t + γᴴ alive_H value(latent_H), (R,); with `horizon` h in place of H, nothing beyond h."""
+    steps = actions.shape[1]
+    wanted = _as_wanted(model, actions)
+    latents = [latent]
+    for t in range(steps):
+        latents.append(model.next(latents[-1], wanted[:, t], None if next_noise is None else next_noise[t]))
+    # Rewards do not feed back into the rollout: one call for all steps.
+    ends = hasattr(model, "alive")
+    following = stack(latents[1:]) if ends or getattr(model, "rewards_on_arrival", True) else None
+    rewards = model.reward(stack(latents[:-1]), wanted, following).float()  # (R, H)
+    if ends:
+        alive = model.alive(following).float().cumprod(1)  # (R, H)
+        weight = torch.cat([weight[:, :1], weight[:, 1:] * alive], 1)
+    if horizon is None:
+        last, end = weight[:, -1], latents[-1]
+    else:
+        last, end = weight.index_select(1, horizon.view(1)).squeeze(1), pick(stack(latents), horizon)
+        rewards = rewards * (torch.arange(steps, device=actions.device) < horizon)
+    return (weight[:, :-1] * rewards).sum(1) + last * model.value(end, value_noise).float()
+
+
+# ---------------------------------------------------------------- latents: a tensor, or a dict of them
+
+
+def repeat(latent: Latent, count: int) -> Latent:
+    """Each row `count` times, neighbouring: (N, …) -> (N · count, …)."""
+    if isinstance(latent, Mapping):
+        return {key: repeat(value, count) for key, value in latent.items()}
+    return latent.unsqueeze(1).expand(-1, count, *latent.shape[1:]).flatten(0, 1)
+
+
+def stack(latents: list[Latent]) -> Latent:
+    """T times (R, …) -> (R, T, …)."""
+    if isinstance(latents[0], Mapping):
+        return {key: torch.stack([latent[key] for latent in latents], 1) for key in latents[0]}
+    return torch.stack(latents, 1)
+
+
+def pick(latents: Latent, index: torch.Tensor) -> Latent:
+    """(R, T, …) and a 0-d index -> (R, …)."""
+    if isinstance(latents, Mapping):
+        return {key: pick(value, index) for key, value in latents.items()}
+    return latents.index_select(1, index.view(1)).squeeze(1)
+
+
+def _as_wanted(model: Any, action: torch.Tensor) -> torch.Tensor:
+    dtype = getattr(model, "dtype", None)
+    return action if dtype is None else action.to(dtype)
+
+
+def _widened(spec: NoiseSpec, *batch: int) -> NoiseSpec:
+    return NoiseSpec((*batch, *spec.shape), spec.kind)

@@ -1,0 +1,212 @@
+"""TD-MPC's policy: what the planner starts from, and what the critic is asked about.
+
+Actions here are as the networks see them: numbers in [-1, 1], or one-hot choices side by side, (…, A). A policy has
+`noise` (the random numbers of one action), `sample`, and `explore`, which also gives the entropy that it is paid for.
+`mask` (…, A) marks the parts of an action that a task has, where several tasks share one model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from rl_lab.components.nn.categorical import straight_through
+from rl_lab.components.nn.normed_mlp import NormedMLP
+from rl_lab.components.nn.regional_compile import piece
+from rl_lab.errors import ConfigError
+from rl_lab.records import NoiseSpec, Spec
+
+HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+Mask = torch.Tensor | None
+
+
+@piece
+def squash(raw: torch.Tensor, noise: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """(…, 2A) mean and deviation, (…, A) standard normal -> tanh(mean + deviation · noise), float32."""
+    mean, log_std = raw.float().chunk(2, -1)
+    log_std = low + 0.5 * (high - low) * (torch.tanh(log_std) + 1.0)
+    return torch.tanh(mean + noise * log_std.exp())
+
+
+@piece
+def scaled_entropy(
+    raw: torch.Tensor, noise: torch.Tensor, mask: Mask, low: float, high: float
+) -> torch.Tensor:
+    """−(d · Σ log N(noise) − Σ log(1 − action²)) over the d parts of the action that count: (…, 2A) -> (…)."""
+    mean, log_std = raw.float().chunk(2, -1)
+    log_std = low + 0.5 * (high - low) * (torch.tanh(log_std) + 1.0)
+    action = torch.tanh(mean + noise * log_std.exp())
+    gauss = -0.5 * noise.square() - log_std - HALF_LOG_TWO_PI
+    # Written with the action itself it would lose all digits near ±1; the small number keeps it finite there.
+    correction = torch.log(1.0 - action.square() + 1e-6)
+    if mask is None:
+        return correction.sum(-1) - noise.shape[-1] * gauss.sum(-1)
+    return (correction * mask).sum(-1) - mask.sum(-1) * (gauss * mask).sum(-1)
+
+
+class PolicyPrior(nn.Module):
+    """The network, and what all three kinds share."""
+
+    noise: NoiseSpec
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        latent: int,
+        units: int,
+        context: int = 0,
+        hidden: Sequence[str] = ("norm+mish", "norm+mish"),
+        init: str = "normal",
+    ) -> None:
+        super().__init__()
+        self.mlp = NormedMLP(
+            [latent, context] if context else [latent], units, width, hidden=hidden, init=init
+        )
+
+    def forward(self, latent: torch.Tensor, *task: torch.Tensor) -> torch.Tensor:
+        """latent: (…, L), task: (…, context) where there is one -> raw (…, width)."""
+        return self.mlp(latent, *task)
+
+    def sample(
+        self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
+    ) -> torch.Tensor:
+        """-> actions (…, A)."""
+        raise NotImplementedError
+
+    def explore(
+        self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> actions (…, A) with a gradient, entropy (…)."""
+        raise NotImplementedError
+
+
+class GaussianPrior(PolicyPrior):
+    """tanh of a normal with learned deviation (TD-MPC2).
+
+    The entropy is that of the published runs: the density before the tanh counts as often as the action has parts, the
+    correction for the tanh once. A plain entropy would be `d = 1`; the factor makes it matter as much in large spaces.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        latent: int,
+        units: int,
+        context: int = 0,
+        hidden: Sequence[str] = ("norm+mish", "norm+mish"),
+        init: str = "normal",
+        log_std_min: float = -10.0,
+        log_std_max: float = 2.0,
+    ) -> None:
+        if spec.action.kind != "continuous":
+            raise ConfigError(
+                f"a normal policy needs continuous actions, and {spec.name}'s are {spec.action.kind}: use "
+                "controllers.policy=tdmpc_categorical_policy"
+            )
+        size = spec.action.size
+        super().__init__(2 * size, latent=latent, units=units, context=context, hidden=hidden, init=init)
+        self.noise = NoiseSpec((size,), "normal")
+        self.limits = (log_std_min, log_std_max)
+
+    def sample(
+        self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
+    ) -> torch.Tensor:
+        action = squash(self.mlp(latent, *task), noise, *self.limits)
+        return action if mask is None else action * mask
+
+    def explore(
+        self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raw = self.mlp(latent, *task)
+        action = squash(raw, noise, *self.limits)
+        entropy = scaled_entropy(raw, noise, mask, *self.limits)
+        return action if mask is None else action * mask, entropy
+
+
+class DeterministicPrior(PolicyPrior):
+    """tanh(mean) and a little noise, cut off at `noise_limit` (TD-MPC's first version). Its entropy is nothing."""
+
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        latent: int,
+        units: int,
+        context: int = 0,
+        hidden: Sequence[str] = ("elu", "elu"),
+        init: str = "orthogonal",
+        std: float = 0.05,
+        noise_limit: float = 0.3,
+    ) -> None:
+        if spec.action.kind != "continuous":
+            raise ConfigError(
+                f"this policy needs continuous actions, and {spec.name}'s are {spec.action.kind}"
+            )
+        size = spec.action.size
+        super().__init__(size, latent=latent, units=units, context=context, hidden=hidden, init=init)
+        self.noise = NoiseSpec((size,), "normal")
+        self.std = std
+        self.noise_limit = noise_limit
+
+    def sample(
+        self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
+    ) -> torch.Tensor:
+        mean = torch.tanh(self.mlp(latent, *task).float())
+        moved = mean + (noise * self.std).clamp(-self.noise_limit, self.noise_limit)
+        # The limit has no gradient of its own: the mean is pushed back even where it is reached.
+        action = moved - moved.detach() + moved.detach().clamp(-1.0, 1.0)
+        return action if mask is None else action * mask
+
+    def explore(
+        self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        action = self.sample(latent, noise, *task, mask=mask)
+        return action, torch.zeros_like(action[..., 0])
+
+
+class CategoricalPrior(PolicyPrior):
+    """One or several choices, one-hot side by side; the gradient passes straight through the sample."""
+
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        latent: int,
+        units: int,
+        context: int = 0,
+        hidden: Sequence[str] = ("norm+mish", "norm+mish"),
+        init: str = "normal",
+        unimix: float = 0.01,
+    ) -> None:
+        if spec.action.kind == "continuous":
+            raise ConfigError(
+                f"a categorical policy needs discrete actions, and {spec.name}'s are continuous"
+            )
+        size = spec.action.size
+        super().__init__(size, latent=latent, units=units, context=context, hidden=hidden, init=init)
+        self.choices = spec.action.choices
+        self.unimix = unimix
+        self.noise = NoiseSpec((len(self.choices),), "uniform")
+
+    def probabilities(self, latent: torch.Tensor, *task: torch.Tensor) -> list[torch.Tensor]:
+        """For each choice, (…, options)."""
+        raw = self.mlp(latent, *task).float().split(self.choices, -1)
+        return [torch.softmax(part, -1) * (1 - self.unimix) + self.unimix / part.shape[-1] for part in raw]
+
+    def sample(
+        self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
+    ) -> torch.Tensor:
+        parts = zip(self.probabilities(latent, *task), noise.unbind(-1))
+        return torch.cat([straight_through(probs, u) for probs, u in parts], -1)
+
+    def explore(
+        self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        probabilities = self.probabilities(latent, *task)
+        action = torch.cat([straight_through(p, u) for p, u in zip(probabilities, noise.unbind(-1))], -1)
+        return action, torch.stack([-(p * p.log()).sum(-1) for p in probabilities]).sum(0)

@@ -1,0 +1,273 @@
+"""TD-MPC2 (Hansen, Su, Wang 2024; nicklashansen/tdmpc2) and, as a configuration, TD-MPC (2022).
+
+A latent model without a decoder is learned from short sequences of replay: the next latent, the reward and an ensemble
+of values, all predicted on latents that the model rolled out itself. Acting plans in that model (tdmpc_acting.py); a
+policy learns to maximise the values, proposes plans, and is what the values are of.
+
+The hook `update` does one step on the model, one on the policy and one of the slow critic. `update_world_model` and
+`update_controller` do the halves apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from rl_lab.components.controllers.latent_model import control
+from rl_lab.components.controllers.q_ensemble import choose_pair
+from rl_lab.components.nn.guard import NonFiniteGuard
+from rl_lab.components.nn.running_scale import RunningScale
+from rl_lab.components.nn.slow_copy import SlowCopy
+from rl_lab.components.nn.training_step import AverageGradients, keep_gradients, optimizer_step
+from rl_lab.records import Batch, BatchSpec, Hook, NoiseSpec, UpdateResult
+from rl_lab.workflows.base import PhaseConfig
+from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.tdmpc_acting import Observations, TaskRows, TDMPCActing, Tensors, widened
+from rl_lab.workflows.tdmpc_losses import Losses, over_time, policy_loss, td_target, total_loss
+
+Metrics = dict[str, torch.Tensor]
+PRIORITY_LIMIT = 1e4  # nicklashansen/tdmpc src/algorithm/tdmpc.py
+
+
+class TDMPCWorkflow(TDMPCActing):
+    """Parts as TDMPCActing says; optimizers: one called `policy`, the others together train the model."""
+
+    phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
+
+    def initialize(self, context: WorkflowContext) -> None:
+        self._bind_context(context)
+        s = self.settings
+        steps = torch.arange(s.horizon + 1, device=self.device)
+        self.policy_weights = s.rho**steps
+        self.model_weights = self.policy_weights[:-1] / s.horizon
+        names = ("encoder", "dynamics", "reward_head", "critic", "termination_head", "task_embedding")
+        modules = {name: getattr(self, name) for name in names}
+        self.model_parts = {
+            name: list(module.parameters()) for name, module in modules.items() if module is not None
+        }
+        self.policy_parts = {"policy": list(self.policy.parameters())}
+        self.model_optimizers = [o for name, o in context.optimizers.items() if name != "policy"]
+        self.policy_optimizer = context.optimizer("policy")
+        self.slow_encoder = SlowCopy(self.encoder).to(self.device) if s.target_encoder else None
+        self.scale = RunningScale().to(self.device)
+        self.guard = NonFiniteGuard().to(self.device)
+        self.policy_guard = NonFiniteGuard().to(self.device)
+        self.average_gradients: AverageGradients = keep_gradients
+
+    # ---------------------------------------------------------------- hooks
+
+    def hooks(self) -> dict[str, Hook]:
+        s = self.settings
+        size, steps, members = s.batch_size, s.horizon, self.critic.members
+        batch = BatchSpec(size, steps + 1, boundary="within", sampler=s.sampler)
+        shift = {"shift": NoiseSpec((steps + 1, size, 2))} if self.encoder.augments else {}
+        model = {
+            **shift,
+            "target_members": NoiseSpec((members,)),
+            "target_action": widened(self.policy.noise, steps, size),
+        }
+        if self.critic.dropout > 0:
+            model["dropout"] = NoiseSpec((members, steps * size, self.critic.online.units))
+        policy = {
+            "members": NoiseSpec((members,)),
+            "action": widened(self.policy.noise, steps + 1, size),
+        }
+        make = partial(Hook, batch=batch, scalars=self._scalars)
+        return {
+            "update": make(self._update, noise={**model, **policy}),
+            "update_world_model": make(self._update_world_model, noise=model),
+            "update_controller": make(
+                self._update_controller, noise={**shift, **policy}, prefix="controller"
+            ),
+        }
+
+    def _scalars(self, phase: PhaseConfig, counters: Mapping[str, int]) -> dict[str, float]:
+        self._env_steps = int(counters.get("env_steps", 0))
+        learning_rate = self.phase_value(phase, "algorithm.learning_rate")
+        return {
+            "entropy": self.phase_value(phase, "algorithm.entropy"),
+            # Every optimizer keeps its own rate; a phase that changes the base rate scales them all alike.
+            "learning_rate_scale": learning_rate / self.settings.learning_rate,
+        }
+
+    def _update(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        with self._fast():
+            latents, metrics, write_back = self._train_model(batch, scalars, noise)
+            metrics |= self._train_policy(batch, latents, scalars, noise)
+            self._follow()
+        return UpdateResult(metrics, write_back)
+
+    def _update_world_model(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        with self._fast():
+            _, metrics, write_back = self._train_model(batch, scalars, noise)
+            self._follow()
+        return UpdateResult(metrics, write_back)
+
+    def _update_controller(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        with self._fast():
+            with torch.no_grad(), self.autocast():
+                obs, task = self._rows(batch)
+                latents = self._roll_out(self._encode(self.encoder, obs, task, noise, 0), batch, task)
+            return UpdateResult(self._train_policy(batch, latents, scalars, noise))
+
+    # ---------------------------------------------------------------- the model
+
+    def _train_model(
+        self, batch: Batch, scalars: Tensors, noise: Tensors
+    ) -> tuple[torch.Tensor, Metrics, dict[str, torch.Tensor] | None]:
+        """One step of encoder, dynamics, heads and critic.
+
+        returns: the latents that were rolled out (H + 1, B, L), detached; metrics; new priorities of the batch.
+        """
+        s = self.settings
+        with self.autocast():
+            losses, latents, error, metrics = self._model_losses(batch, noise)
+        # The weights of prioritised replay, the same in every row of a sequence.
+        weight = batch["weight"][:, 0] if "weight" in batch else None
+        loss = total_loss(losses, s.loss_scales, limit=s.loss_limit, weight=weight)
+        step_metrics, _ = optimizer_step(
+            loss,
+            self.model_optimizers,
+            self.model_parts,
+            guard=self.guard,
+            learning_rate_scale=scalars["learning_rate_scale"],
+            max_grad_norm=s.max_grad_norm or None,
+            average_gradients=self.average_gradients,
+        )
+        metrics |= {f"loss/{name}": value.detach().mean() for name, value in losses.items()}
+        metrics |= {"loss": loss.detach(), **step_metrics}
+        priority = {"priority": error.clamp(max=PRIORITY_LIMIT).unsqueeze(1)} if "priority" in batch else None
+        return latents.detach(), metrics, priority
+
+    def _model_losses(
+        self, batch: Batch, noise: Tensors
+    ) -> tuple[Losses, torch.Tensor, torch.Tensor, Metrics]:
+        """Losses (B,) each, latents (H + 1, B, L) with gradient, |TD error| of each sequence (B,), metrics."""
+        obs, task = self._rows(batch)
+        reward, terminated = batch.reward.t()[1:], batch.terminated.t()[1:]
+        with torch.no_grad():
+            following = self._encode(self.encoder, obs, task, noise, slice(1, None))
+            goal = following
+            if self.slow_encoder is not None:
+                goal = self._encode(self.slow_encoder.network, obs, task, noise, slice(1, None))
+            value = self._target_value(following, task, noise)
+            target = td_target(reward, terminated, value, task.discount)
+        latents = self._roll_out(self._encode(self.encoder, obs, task, noise, 0), batch, task)
+        controls = self._controls(batch, task)
+        logits = self.critic(latents[:-1], controls, noise.get("dropout"))  # (E, H, B, bins)
+        steps = {
+            "consistency": (latents[1:].float() - goal.float()).square().mean(-1),
+            "reward": self.reward_head.loss(self.reward_head(latents[:-1], controls), reward),
+            "value": self.critic.loss(logits, target).mean(0),
+        }
+        losses = {name: over_time(loss, self.model_weights) for name, loss in steps.items()}
+        if self.termination_head is not None:
+            ends = self.termination_head(latents[1:], *task.spread(self.settings.horizon))
+            losses["termination"] = self.termination_head.loss(ends, terminated.float()).mean(0)
+        with torch.no_grad():
+            error = (self.critic.mean(logits) - target).abs().sum(0)  # over the members
+            metrics = {"target_mean": target.mean(), "td_error": error.mean() / self.critic.members}
+        return losses, latents, over_time(error, self.policy_weights[:-1]), metrics
+
+    def _rows(self, batch: Batch) -> tuple[Observations, TaskRows]:
+        """Observations time first, (T, B, …), and what task each sequence is of."""
+        obs = {key: value.transpose(0, 1) for key, value in batch.obs.items()}
+        return obs, self._task({key: value[0] for key, value in obs.items()})
+
+    def _encode(
+        self, encoder: Any, obs: Observations, task: TaskRows, noise: Tensors, rows: int | slice
+    ) -> torch.Tensor:
+        """Latents of one row, (B, L), or of the H that follow it, (H, B, L)."""
+        here = {key: value[rows] for key, value in obs.items()}
+        steps = () if isinstance(rows, int) else (self.settings.horizon,)
+        return encoder(here, *task.spread(*steps), noise=noise["shift"][rows] if "shift" in noise else None)
+
+    def _roll_out(self, latent: torch.Tensor, batch: Batch, task: TaskRows) -> torch.Tensor:
+        """The latents that the recorded actions lead to, (H + 1, B, L), the first being the given one."""
+        latents = [latent]
+        for step in self._controls(batch, task).unbind(0):
+            latents.append(self.dynamics(latents[-1], step))
+        return torch.stack(latents)
+
+    def _controls(self, batch: Batch, task: TaskRows) -> torch.Tensor:
+        """Actions as networks see them, and the task beside them: (H, B, A + D)."""
+        action = self.action_encoder(batch.action.transpose(0, 1)[:-1])
+        return control(action, *task.spread(self.settings.horizon))
+
+    def _target_value(self, following: torch.Tensor, task: TaskRows, noise: Tensors) -> torch.Tensor:
+        """What the policy is worth from the following observations on, by two slow members: (H, B)."""
+        tasks = task.spread(self.settings.horizon)
+        action = self.policy.sample(following, noise["target_action"], *tasks, mask=task.mask)
+        return self.critic.target(following, control(action, *tasks), choose_pair(noise["target_members"]))
+
+    # ---------------------------------------------------------------- the policy
+
+    def _train_policy(self, batch: Batch, latents: torch.Tensor, scalars: Tensors, noise: Tensors) -> Metrics:
+        """One step of the policy on detached latents (H + 1, B, L); the critic's weights get no gradient."""
+        s = self.settings
+        with self.autocast():
+            with torch.no_grad():
+                _, task = self._rows(batch)
+            tasks = task.spread(s.horizon + 1)
+            action, entropy = self.policy.explore(latents, noise["action"], *tasks, mask=task.mask)
+            pair = self.critic.online.select(choose_pair(noise["members"]))
+            value = self.critic.value(latents, control(action, *tasks), pair)
+        scale = self.scale.update(value.detach()[0]) if s.scale_values else self.scale.value
+        loss = policy_loss(value / scale, entropy, scalars["entropy"], self.policy_weights)
+        step_metrics, _ = optimizer_step(
+            loss,
+            [self.policy_optimizer],
+            self.policy_parts,
+            guard=self.policy_guard,
+            learning_rate_scale=scalars["learning_rate_scale"],
+            max_grad_norm=s.max_grad_norm or None,
+            average_gradients=self.average_gradients,
+        )
+        metrics = {
+            "loss": loss.detach(),
+            "entropy": entropy.detach().mean(),
+            "value_mean": value.detach().mean(),
+            "value_scale": scale.clone(),
+            "grad_norm": step_metrics["grad_norm"],
+            "nonfinite": step_metrics["nonfinite"],
+        }
+        return {f"controller/{name}": item for name, item in metrics.items()}
+
+    def _follow(self) -> None:
+        """Slow copies move on; the tasks' vectors stay within their ball."""
+        self.critic.update_slow(self.settings.target_rate)
+        if self.slow_encoder is not None:
+            self.slow_encoder.update(self.encoder, self.settings.target_rate)
+        if self.task_embedding is not None:
+            self.task_embedding.project()
+
+    # ---------------------------------------------------------------- looking, remembering
+
+    @torch.no_grad()
+    def report(self, batch: Batch) -> dict[str, Any]:
+        """How far the model is off at the end of a sequence of which it has seen the first row only."""
+        obs, task = self._rows(batch)
+        latents = self._roll_out(self._encode(self.encoder, obs, task, {}, 0), batch, task)
+        truth = self._encode(self.encoder, obs, task, {}, slice(1, None))
+        rewards = self.reward_head.predict(latents[:-1], self._controls(batch, task))
+        return {
+            "open_loop_error/latent": float((latents[-1] - truth[-1]).square().mean()),
+            "open_loop_error/reward": float((rewards[-1] - batch.reward[:, -1]).square().mean()),
+        }
+
+    def _stateful(self) -> dict[str, torch.nn.Module]:
+        names = ("guard", "policy_guard", "scale", "slow_encoder")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def get_state(self) -> dict[str, Any]:
+        modules = {name: module.state_dict() for name, module in self._stateful().items()}
+        return {**modules, "env_steps": self._env_steps}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        for name, module in self._stateful().items():
+            if name in state:
+                module.load_state_dict(state[name])
+        self._env_steps = int(state.get("env_steps", 0))

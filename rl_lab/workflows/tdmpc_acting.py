@@ -1,0 +1,272 @@
+"""TD-MPC without its training: the parts, planning with them, dreaming with them. tdmpc.py adds how they learn."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_lab.components.controllers.latent_model import LatentModel, control
+from rl_lab.components.controllers.q_ensemble import choose_pair
+from rl_lab.components.nn.action_encoder import ActionEncoder
+from rl_lab.components.nn.cast_copy import CastCopy
+from rl_lab.components.nn.policies import make_policy
+from rl_lab.components.nn.precision import autocast, resolve_precision
+from rl_lab.components.nn.regional_compile import compiling, resolve_compile
+from rl_lab.components.nn.stored_action import stored_action
+from rl_lab.components.nn.tensor_float import tensor_float
+from rl_lab.records import ActMode, Batch, Dreamed, Imagined, NoiseSpec
+from rl_lab.workflows.base import PolicyState, WorldModelWorkflow
+from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.tdmpc_settings import TDMPCSettings
+
+Tensors = Mapping[str, torch.Tensor]
+Observations = Mapping[str, torch.Tensor]
+Acted = tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    """What the rows' tasks are: nothing but a discount where there is only one."""
+
+    embedding: tuple[torch.Tensor, ...]  # one (B, D), or none
+    mask: torch.Tensor | None  # (B, A): parts of an action that the task has
+    discount: torch.Tensor  # 0-d, or (B,)
+
+    def spread(self, *steps: int) -> tuple[torch.Tensor, ...]:
+        """The embedding for each of some steps, (*steps, B, D)."""
+        return tuple(part.expand(*steps, *part.shape) for part in self.embedding)
+
+
+class TDMPCActing(WorldModelWorkflow):
+    """Components encoder, dynamics, reward_head (termination_head, task_embedding); controllers critic, policy, planner."""
+
+    def _bind_context(self, context: WorkflowContext) -> None:
+        self.spec = context.spec
+        self.device = torch.device(context.device)
+        self.settings = s = TDMPCSettings.from_config(context.config.algorithm)
+        self.encoder = context.component("encoder", "forward")
+        self.dynamics = context.component("dynamics", "forward")
+        self.reward_head = context.component("reward_head", "predict", "loss")
+        self.critic = context.controller("critic", "forward", "loss", "value", "target", "update_slow")
+        self.policy = context.controller("policy", "sample", "explore")
+        self.planner = context.controller("planner", "plan", "noise", "memory")
+        self.termination_head = context.component("termination_head", "loss") if s.episodic else None
+        self.multi_task = "task" in self.spec.observations
+        self.task_embedding = context.component("task_embedding", "project") if self.multi_task else None
+        self.action_encoder = ActionEncoder(self.spec.action).to(self.device)
+        tasks = self.spec.observations["task"].shape[0] if self.multi_task else 1
+        self.discounts = torch.tensor(s.discounts(tasks), device=self.device)
+        self._set_precision(str(context.config.training.precision))
+        self._env_steps = 0  # what the planner's schedule goes by
+        self._constants: dict[float, torch.Tensor] = {}
+
+    def _set_precision(self, precision: str) -> None:
+        """`auto` on CUDA: updates in float32 with TensorFloat-32 products, plans in bfloat16."""
+        dtype = resolve_precision(precision, self.device)
+        auto = precision == "auto"
+        self.tensor_float = auto and self.device.type == "cuda"
+        self.autocast = partial(autocast, torch.float32 if auto else dtype, self.device)
+        self.compiled = resolve_compile(self.settings.compile, self.device)
+        parts: dict[str, nn.Module] = {
+            "dynamics": self.dynamics,
+            "reward_head": self.reward_head,
+            "policy": self.policy,
+            "online": self.critic.online,
+        }
+        if self.termination_head is not None:
+            parts["termination_head"] = self.termination_head
+        self.planning_parts = CastCopy(parts, dtype)
+
+    @contextlib.contextmanager
+    def _fast(self) -> Iterator[None]:
+        with compiling(self.compiled), tensor_float(self.tensor_float):
+            yield
+
+    def _task(self, about: Observations) -> TaskRows:
+        """The tasks of rows (B, …), from their observations or from a dream's state."""
+        if self.task_embedding is None:
+            return TaskRows((), None, self.discounts[0])
+        one_hot = about["task"].float()
+        return TaskRows((self.task_embedding(one_hot),), about["action_mask"], one_hot @ self.discounts)
+
+    # ---------------------------------------------------------------- acting
+
+    def initial_policy_state(self, num_envs: int) -> PolicyState:
+        return {"plan": self.planner.memory(num_envs, self.device)}
+
+    @torch.no_grad()
+    def act(
+        self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
+    ) -> Acted:
+        n = len(is_first)
+        if mode.epsilon >= 1.0:  # seeding replay: nothing to plan
+            return self._random(n, mode), self.initial_policy_state(n), {}
+        noise = self._draw(self.act_noise(n), mode.generator)
+        action, state, extras = self.act_step(obs, policy_state, is_first, noise, self._numbers(mode))
+        if mode.epsilon > 0.0:
+            chance = torch.rand(n, generator=mode.generator, device=self.device) < mode.epsilon
+            chance = chance.view(-1, *[1] * (action.ndim - 1))
+            action = torch.where(chance, self._random(n, mode), action)
+        return action, state, extras
+
+    def act_noise(self, num_envs: int) -> dict[str, NoiseSpec]:
+        """Random numbers that `act_step` needs."""
+        rows = {"policy": self.policy.noise, "value": self.policy.noise}
+        return {**self.planner.noise(num_envs, rows), "members": NoiseSpec((self.critic.members,))}
+
+    def act_scalars(self, mode: ActMode) -> dict[str, float]:
+        """Numbers that change from call to call."""
+        scalars = {"explore": 1.0 if mode.sample else 0.0}
+        if self.settings.plan_schedule is not None:
+            scalars |= self.settings.plan_schedule.at(self._env_steps)
+        return scalars
+
+    @torch.no_grad()
+    def act_step(
+        self,
+        obs: Observations,
+        policy_state: PolicyState,
+        is_first: torch.Tensor,
+        noise: Tensors,
+        scalars: Tensors,
+    ) -> Acted:
+        """A pure function of tensors with fixed shapes: it can be recorded as a CUDA graph."""
+        with self._fast():
+            task = self._task(obs)
+            latent = self.encoder(obs, *task.embedding)
+            action, memory = self.plan(latent, task, policy_state["plan"], is_first, noise, scalars)
+        return action, {"plan": memory}, {}
+
+    def plan(
+        self,
+        latent: torch.Tensor,  # (N, L)
+        task: TaskRows,
+        memory: torch.Tensor,
+        is_first: torch.Tensor,
+        noise: Tensors,
+        scalars: Tensors,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Actions (N, …) as stored, and the plan to go on from."""
+        self.planning_parts.refresh()
+        dtype = self.planning_parts.dtype
+        parts: dict[str, Any] = self.planning_parts.parts
+        model = LatentModel(
+            **parts,
+            critic=self.critic,
+            # Drawn once for a plan: all its rounds then climb the same hill.
+            pair=parts["online"].select(choose_pair(noise["members"])),
+            task=task.embedding[0] if task.embedding else None,
+            mask=task.mask,
+            dtype=dtype,
+        )
+        plan = self.planner.plan(
+            model,
+            latent.to(dtype),
+            memory,
+            is_first,
+            noise,
+            discount=task.discount,
+            explore=scalars["explore"],
+            mask=task.mask,
+            min_std=scalars.get("min_std"),
+            horizon=scalars["horizon"].long() if "horizon" in scalars else None,
+        )
+        return stored_action(plan.action, self.spec.action), plan.memory
+
+    def _random(self, n: int, mode: ActMode) -> torch.Tensor:
+        policy = make_policy(self.spec.action)
+        noise = torch.rand(n, *policy.noise_shape, generator=mode.generator, device=self.device)
+        return policy.random(noise)
+
+    def _draw(
+        self, specs: Mapping[str, NoiseSpec], generator: torch.Generator | None
+    ) -> dict[str, torch.Tensor]:
+        draw = {"normal": torch.randn, "uniform": torch.rand}
+        return {
+            name: draw[spec.kind](spec.shape, generator=generator, device=self.device)
+            for name, spec in specs.items()
+        }
+
+    def _numbers(self, mode: ActMode) -> dict[str, torch.Tensor]:
+        """`act_scalars` on the device, each value sent there once."""
+        numbers = self.act_scalars(mode)
+        for value in numbers.values():
+            if value not in self._constants:
+                self._constants[value] = torch.tensor(value, device=self.device)
+        return {name: self._constants[value] for name, value in numbers.items()}
+
+    # ---------------------------------------------------------------- dreaming
+
+    @torch.no_grad()
+    def imagine(
+        self,
+        *,
+        horizon: int,
+        batch: Batch | None = None,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Imagined:
+        """What the policy, without planning, leads to from the last row of each sequence on."""
+        if batch is None:
+            raise ValueError("imagine() needs a batch to start from")
+        state = self.dream_start(batch, generator=generator)
+        task = self._task(state)
+        latents, actions, rewards, ends = [state["latent"]], [], [], []
+        for _ in range(horizon):
+            spec = widened(self.policy.noise, len(state["latent"]))
+            noise = self._draw({"action": spec}, generator)["action"]
+            chosen = self.policy.sample(state["latent"], noise, *task.embedding, mask=task.mask)
+            actions.append(stored_action(chosen, self.spec.action))
+            state, dreamed = self.dream_step(state, actions[-1])
+            latents.append(state["latent"])
+            rewards.append(dreamed.reward)
+            ends.append(dreamed.terminated)
+        nothing = torch.zeros_like(rewards[0])
+        return Imagined(
+            {"latent": torch.stack(latents, 1)},
+            torch.stack(actions, 1),
+            reward=torch.stack([nothing, *rewards], 1),
+            cont=1.0 - torch.stack([nothing, *ends], 1),
+        )
+
+    @torch.no_grad()
+    def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
+        obs = {key: value[:, -1] for key, value in batch.obs.items()}
+        about = {key: obs[key] for key in ("task", "action_mask") if self.multi_task}
+        latent = self.encoder(obs, *self._task(obs).embedding)
+        return {"latent": latent, **self.initial_policy_state(len(latent)), **about}
+
+    @torch.no_grad()
+    def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
+        n = len(state["latent"])
+        going_on = torch.zeros(n, dtype=torch.bool, device=self.device)
+        noise = self._draw(self.act_noise(n), mode.generator)
+        with self._fast():
+            action, memory = self.plan(
+                state["latent"], self._task(state), state["plan"], going_on, noise, self._numbers(mode)
+            )
+        return action, {**state, "plan": memory}
+
+    @torch.no_grad()
+    def dream_step(
+        self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
+    ) -> tuple[PolicyState, Dreamed]:
+        task = self._task(state).embedding
+        step = control(self.action_encoder(action), *task)
+        reward = self.reward_head.predict(state["latent"], step)
+        latent = self.dynamics(state["latent"], step)
+        ends = torch.zeros_like(reward)
+        if self.termination_head is not None:
+            ends = self.termination_head.predict(latent, *task)
+        return {**state, "latent": latent}, Dreamed(reward, ends)
+
+
+def widened(spec: NoiseSpec, *batch: int) -> NoiseSpec:
+    """Random numbers for a batch of what `spec` is for one."""
+    return NoiseSpec((*batch, *spec.shape), spec.kind)

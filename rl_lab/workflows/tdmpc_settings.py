@@ -1,0 +1,125 @@
+"""The numbers of TD-MPC, read once from `algorithm.*` into plain attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rl_lab.errors import ConfigError, closest
+
+LOSSES = ("consistency", "reward", "value", "termination")
+SCHEDULES = ("steps", "min_std", "horizon")
+
+
+def discount_for(length: float, *, low: float, high: float, denominator: float = 5.0) -> float:
+    """The discount that fits episodes of so many decisions: γ = clip((T/5 − 1)/(T/5), low, high).
+
+    nicklashansen/tdmpc2 tdmpc2.py: short episodes need not look far ahead.
+    """
+    fraction = length / denominator
+    return min(max((fraction - 1.0) / fraction, low), high)
+
+
+@dataclass(frozen=True)
+class PlanSchedule:
+    """What a plan changes with training time: straight lines over the first `steps` decisions (TD-MPC)."""
+
+    steps: int
+    min_std: tuple[float, float]
+    horizon: tuple[int, int]
+
+    def at(self, step: int) -> dict[str, float]:
+        share = min(max(step / self.steps, 0.0), 1.0)
+        std, reach = (first + share * (last - first) for first, last in (self.min_std, self.horizon))
+        return {"min_std": std, "horizon": float(int(reach))}
+
+
+@dataclass(frozen=True)
+class TDMPCSettings:
+    """Meanings and published values stand in configs/algorithm/tdmpc2.yaml and tdmpc.yaml."""
+
+    learning_rate: float
+    batch_size: int
+    horizon: int
+    sampler: str
+    rho: float
+    discount: float | str
+    discount_min: float
+    discount_max: float
+    episode_length: int | tuple[int, ...]
+    entropy: float
+    max_grad_norm: float
+    target_rate: float
+    target_encoder: bool
+    scale_values: bool
+    episodic: bool
+    loss_limit: float
+    loss_scales: dict[str, float]
+    plan_schedule: PlanSchedule | None
+    compile: str | bool
+
+    @classmethod
+    def from_config(cls, algorithm: Mapping[str, Any]) -> TDMPCSettings:
+        names = [item.name for item in fields(cls)]
+        missing = [name for name in names if name not in algorithm]
+        if missing:
+            raise ConfigError(
+                f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
+                "add `- /algorithm: tdmpc2` to the experiment's defaults, which states them all"
+            )
+        scales = {str(key): float(value) for key, value in algorithm["loss_scales"].items()}
+        for name in scales:
+            if name not in LOSSES:
+                raise ConfigError(f"algorithm.loss_scales has no '{name}'.{closest(name, LOSSES)}")
+        if set(scales) != set(LOSSES):
+            raise ConfigError(f"algorithm.loss_scales lacks {', '.join(sorted(set(LOSSES) - set(scales)))}")
+        length = algorithm["episode_length"]
+        many = isinstance(length, Sequence)
+        settings = cls(
+            learning_rate=float(algorithm["learning_rate"]),
+            batch_size=int(algorithm["batch_size"]),
+            horizon=int(algorithm["horizon"]),
+            sampler=str(algorithm["sampler"]),
+            rho=float(algorithm["rho"]),
+            discount="auto" if algorithm["discount"] == "auto" else float(algorithm["discount"]),
+            discount_min=float(algorithm["discount_min"]),
+            discount_max=float(algorithm["discount_max"]),
+            episode_length=tuple(int(item) for item in length) if many else int(length),
+            entropy=float(algorithm["entropy"]),
+            max_grad_norm=float(algorithm["max_grad_norm"]),
+            target_rate=float(algorithm["target_rate"]),
+            target_encoder=bool(algorithm["target_encoder"]),
+            scale_values=bool(algorithm["scale_values"]),
+            episodic=bool(algorithm["episodic"]),
+            loss_limit=float(algorithm["loss_limit"]),
+            loss_scales=scales,
+            plan_schedule=_schedule(algorithm["plan_schedule"]),
+            compile=algorithm["compile"],
+        )
+        if settings.horizon < 1:
+            raise ConfigError(f"algorithm.horizon is {settings.horizon}; it must be at least 1")
+        return settings
+
+    def discounts(self, tasks: int) -> list[float]:
+        """One for each of the tasks."""
+        if self.discount != "auto":
+            return [float(self.discount)] * tasks
+        lengths = self.episode_length
+        if isinstance(lengths, int):
+            lengths = (lengths,) * tasks
+        if len(lengths) != tasks:
+            raise ConfigError(
+                f"algorithm.episode_length has {len(lengths)} entries for {tasks} tasks: give one number, or one each"
+            )
+        return [discount_for(n, low=self.discount_min, high=self.discount_max) for n in lengths]
+
+
+def _schedule(node: Mapping[str, Any] | None) -> PlanSchedule | None:
+    if not node:
+        return None
+    for key in node:
+        if key not in SCHEDULES:
+            raise ConfigError(f"algorithm.plan_schedule has no '{key}'.{closest(str(key), SCHEDULES)}")
+    std, reach = node["min_std"], node["horizon"]
+    return PlanSchedule(int(node["steps"]), (float(std[0]), float(std[1])), (int(reach[0]), int(reach[1])))

@@ -1,0 +1,150 @@
+"""Acting by planning, dreaming, and several tasks."""
+
+import pytest
+import torch
+from tdmpc_case import KINDS, SEVERAL, make_batch, make_tdmpc, run_hook, task_spec
+
+from rl_lab.records import ActMode
+
+
+def observation(workflow, n, seed=0):
+    batch = make_batch(workflow, size=n, seed=seed)
+    return {key: value[:, 0] for key, value in batch.obs.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acting(kind):
+    workflow = KINDS[kind]()
+    state = workflow.initial_policy_state(3)
+    first = torch.ones(3, dtype=torch.bool)
+    mode = ActMode(generator=torch.Generator().manual_seed(0))
+    action, after, extras = workflow.act(observation(workflow, 3), state, first, mode)
+    spec = workflow.spec.action
+    assert action.shape == (3, *spec.shape) and extras == {}
+    assert {key: value.shape for key, value in after.items()} == {
+        key: value.shape for key, value in state.items()
+    }
+    if spec.kind == "continuous":
+        assert action.abs().max() <= 1.0 and action.dtype == torch.float32
+    else:
+        assert action.dtype == torch.int64 and (action < max(spec.choices)).all()
+    again = workflow.act(
+        observation(workflow, 3), state, first, ActMode(generator=torch.Generator().manual_seed(0))
+    )
+    assert torch.equal(action, again[0])
+
+
+def test_random_and_mixed_actions():
+    workflow = make_tdmpc()
+    first = torch.zeros(200, dtype=torch.bool)
+    obs, state = observation(workflow, 200), workflow.initial_policy_state(200)
+    state["plan"] += 1.0
+    mode = ActMode(epsilon=1.0, generator=torch.Generator().manual_seed(0))
+    action, after, _ = workflow.act(obs, state, first, mode)
+    assert torch.equal(after["plan"], workflow.initial_policy_state(200)["plan"])
+    assert action.mean().abs() < 0.15 and action.std() == pytest.approx(0.577, abs=0.05)
+    mode = ActMode(epsilon=0.5, generator=torch.Generator().manual_seed(0))
+    action, after, _ = workflow.act(obs, state, first, mode)
+    assert action.shape == (200, 2) and not torch.equal(after["plan"], state["plan"])
+
+
+def test_a_plan_is_remembered_until_the_episode_ends():
+    workflow = make_tdmpc()
+    obs = observation(workflow, 2)
+    fresh = workflow.initial_policy_state(2)
+    used = {"plan": torch.ones_like(fresh["plan"])}
+    plans = []
+    for state in (fresh, used):
+        mode = ActMode(generator=torch.Generator().manual_seed(0))
+        plans.append(workflow.act(obs, state, torch.tensor([True, False]), mode)[1]["plan"])
+    assert torch.equal(plans[0][0], plans[1][0])
+    assert not torch.equal(plans[0][1], plans[1][1])
+
+
+def test_evaluation_adds_no_noise():
+    """Without exploration the executed action is the first of a sampled elite: inside the samples."""
+    workflow = make_tdmpc(algorithm__plan__min_std=1.0)
+    obs, state, first = (
+        observation(workflow, 4),
+        workflow.initial_policy_state(4),
+        torch.ones(4, dtype=torch.bool),
+    )
+    noise = workflow._draw(workflow.act_noise(4), torch.Generator().manual_seed(0))
+    quiet = workflow.act_step(obs, state, first, noise, {"explore": torch.tensor(0.0)})[0]
+    loud = workflow.act_step(obs, state, first, noise, {"explore": torch.tensor(1.0)})[0]
+    assert torch.equal(loud, (quiet + noise["choice"] * (loud - quiet) / noise["choice"]).clamp(-1, 1))
+    assert not torch.equal(quiet, loud)
+
+
+def test_bfloat16_plans_stay_close():
+    exact, coarse = make_tdmpc(), make_tdmpc(training__precision="bfloat16")
+    assert coarse.planning_parts.dtype == torch.bfloat16
+    obs, first = observation(exact, 4), torch.ones(4, dtype=torch.bool)
+    noise = exact._draw(exact.act_noise(4), torch.Generator().manual_seed(0))
+    plans = [
+        w.act_step(obs, w.initial_policy_state(4), first, noise, {"explore": torch.tensor(0.0)})[1]["plan"]
+        for w in (exact, coarse)
+    ]
+    assert torch.isfinite(plans[1]).all()
+    assert (plans[0] - plans[1]).abs().mean() < 0.2  # near ties may choose other elites
+    run_hook(coarse, "update")
+    old = coarse.planning_parts.parts["dynamics"].mlp.layers[0].bias.clone()
+    coarse.act_step(obs, coarse.initial_policy_state(4), first, noise, {"explore": torch.tensor(0.0)})
+    assert not torch.equal(old, coarse.planning_parts.parts["dynamics"].mlp.layers[0].bias)
+
+
+def test_bfloat16_updates_stay_close():
+    plain = run_hook(make_tdmpc(), "update").metrics
+    half = run_hook(make_tdmpc(training__precision="bfloat16"), "update").metrics
+    for name in ("loss/reward", "loss/value", "loss/consistency"):
+        assert half[name].item() == pytest.approx(plain[name].item(), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dreams(kind):
+    workflow = KINDS[kind]()
+    batch = make_batch(workflow, size=3)
+    assert workflow.can_dream
+    state = workflow.dream_start(batch)
+    assert workflow.dream_observation(state) == {}
+    mode = ActMode(generator=torch.Generator().manual_seed(0))
+    action, state = workflow.dream_act(state, mode)
+    after, dreamed = workflow.dream_step(state, action)
+    assert after["latent"].shape == state["latent"].shape
+    assert dreamed.reward.shape == dreamed.terminated.shape == (3,) and dreamed.obs == {}
+    assert ((dreamed.terminated >= 0) & (dreamed.terminated <= 1)).all()
+    assert (dreamed.terminated > 0).any() == (workflow.termination_head is not None)
+    dream = workflow.imagine(horizon=4, batch=batch, generator=torch.Generator().manual_seed(0))
+    assert dream.state["latent"].shape[:2] == (3, 5)
+    assert dream.action.shape == (3, 4, *workflow.spec.action.shape)
+    assert dream.reward.shape == dream.cont.shape == (3, 5)
+
+
+def test_report():
+    report = make_tdmpc().report(make_batch(make_tdmpc()))
+    assert set(report) == {"open_loop_error/latent", "open_loop_error/reward"}
+    assert all(value >= 0 for value in report.values())
+
+
+# ---------------------------------------------------------------- several tasks
+
+
+def test_parts_of_an_action_that_a_task_lacks_are_never_used():
+    workflow = make_tdmpc(task_spec(), **SEVERAL)
+    obs = observation(workflow, 3)  # the second task has one part only
+    mode = ActMode(generator=torch.Generator().manual_seed(0))
+    first = torch.ones(3, dtype=torch.bool)
+    action, state, _ = workflow.act(obs, workflow.initial_policy_state(3), first, mode)
+    assert action[1, 1] == 0.0 and (action[[0, 2], 1] != 0).all()
+    assert (state["plan"][1, :, 1] == 0).all()
+
+
+def test_every_task_has_its_own_discount_and_embedding():
+    workflow = make_tdmpc(task_spec(), **SEVERAL, algorithm__episode_length=[500, 100, 1000])
+    task = workflow._task(observation(workflow, 3))
+    assert torch.allclose(task.discount, torch.tensor([0.99, 0.95, 0.995]))
+    assert task.embedding[0].shape == (3, 6)
+    assert not torch.equal(task.embedding[0][0], task.embedding[0][1])
+    workflow.task_embedding.weight.data.mul_(1000.0)
+    run_hook(workflow, "update")
+    assert workflow.task_embedding.weight.norm(dim=-1).max() <= 1.0 + 1e-5

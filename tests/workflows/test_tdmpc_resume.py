@@ -1,0 +1,58 @@
+"""Stopped and resumed equals never stopped, bit for bit: plans, priorities, slow copies and schedules included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from same_run import assert_same_run
+
+import rl_lab
+from rl_lab.orchestration.orchestrator import Orchestrator
+from rl_lab.training import resume
+
+QUIET = ["logging.progress=off", "logging.tensorboard=false", "debug=tiny", "training.total_timesteps=40"]
+QUIET += ["training.evaluate.every_env_steps=null"]
+RUNS = {
+    "second_version": ["experiment=tdmpc2_cartpole"],
+    "first_version": [
+        "experiment=tdmpc_dmc",
+        "environment=dummy_continuous",
+        "algorithm.plan_schedule.steps=50",
+    ],
+    "several_tasks": [
+        "experiment=tdmpc2_multitask",
+        "environment.tasks=[Pendulum-v1, dummy/continuous]",
+        "environment.action_repeat=1",
+    ],
+    "over_the_rssm": ["experiment=dreamer_mpc_cartpole"],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
+    words = RUNS[name] + QUIET
+    rl_lab.train(None, [*words, f"run_dir={tmp_path / 'whole'}"])
+    with monkeypatch.context() as patch:
+        do = Orchestrator.do
+
+        def stop_half_way(self, action, phase):
+            do(self, action, phase)
+            # In the middle of a cycle and of episodes, with credit left over.
+            self.interrupted = self.scheduler.totals["env_steps"] * 2 >= self.scheduler.total_timesteps
+
+        patch.setattr(Orchestrator, "do", stop_half_way)
+        half = rl_lab.train(None, [*words, f"run_dir={tmp_path / 'half'}"])
+    assert half.interrupted
+    resume(tmp_path / "half")
+    assert_same_run(tmp_path / "whole", tmp_path / "half")
+
+
+def test_several_tasks_from_stored_data(tmp_path: Path):
+    """What one run of several tasks has stored trains another, offline."""
+    words = [*RUNS["several_tasks"], *QUIET]
+    stored = rl_lab.train(None, [*words, f"run_dir={tmp_path / 'stored'}"])
+    phases = "training.phases=[{name: learn, type: offline, duration_updates: 4, workflow_hooks: [update]}]"
+    offline = ["~buffers.replay", "+buffer@buffers.offline=offline", f"buffers.offline.path={stored.path}"]
+    run = rl_lab.train(None, [*words, *offline, phases, f"run_dir={tmp_path / 'offline'}"])
+    assert run.counters["updates"] == 4

@@ -1,0 +1,314 @@
+import pytest
+import torch
+from tdmpc_case import (
+    CONTINUOUS,
+    DISCRETE,
+    KINDS,
+    MULTI,
+    changed_parts,
+    first_version,
+    hook_noise,
+    make_batch,
+    make_tdmpc,
+    parts_of,
+    run_hook,
+    task_spec,
+    weights,
+)
+
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, Batch
+from rl_lab.workflows.tdmpc_losses import td_target
+
+MODEL = {"encoder", "dynamics", "reward_head", "critic"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_trains_every_part(kind):
+    workflow = KINDS[kind]()
+    before = weights(workflow)
+    result = run_hook(workflow, "update")
+    # Behind output layers that start at zero nothing moves in the first update of the model.
+    run_hook(workflow, "update", seed=1)
+    assert changed_parts(before, weights(workflow)) == set(parts_of(workflow))
+    for name, value in result.metrics.items():
+        assert value.ndim == 0 and not value.requires_grad and torch.isfinite(value), name
+    assert {"loss/consistency", "loss/reward", "loss/value", "loss", "grad_norm", "td_error"} <= set(
+        result.metrics
+    )
+    assert {"controller/loss", "controller/entropy", "controller/value_scale"} <= set(result.metrics)
+    run_hook(workflow, "update", seed=2)
+    for name, part in parts_of(workflow).items():
+        for key, parameter in part.named_parameters():
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, (name, key)
+
+
+def test_separate_hooks_train_their_half_only():
+    workflow = make_tdmpc()
+    run_hook(workflow, "update")
+    before = weights(workflow)
+    run_hook(workflow, "update_world_model")
+    assert changed_parts(before, weights(workflow)) == MODEL
+    before = weights(workflow)
+    run_hook(workflow, "update_controller")
+    assert changed_parts(before, weights(workflow)) == {"policy"}
+
+
+def test_step_is_a_pure_function_of_its_inputs():
+    results = [run_hook(make_tdmpc(), "update").metrics for _ in range(2)]
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+    other = run_hook(make_tdmpc(), "update", seed=1).metrics
+    assert not torch.equal(other["controller/loss"], results[0]["controller/loss"])
+
+
+def test_hooks_run_without_the_world_around_them(monkeypatch):
+    """No environment, buffer or logger, and no generator of torch's own."""
+    workflow = make_tdmpc()
+    batch, noise = make_batch(workflow), hook_noise(workflow, "update")
+
+    def refuse(*arguments, **options):
+        raise AssertionError("a hook drew a random number of its own")
+
+    for name in ("rand", "randn", "randint", "rand_like", "randn_like", "randperm", "multinomial"):
+        monkeypatch.setattr(torch, name, refuse)
+    before = torch.get_rng_state()
+    workflow.hooks()["update"].step(
+        Batch(dict(batch.columns)),
+        {"entropy": torch.tensor(1e-4), "learning_rate_scale": torch.tensor(1.0)},
+        noise,
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert workflow._bound().buffers == {} and workflow.collector is None
+
+
+def test_nothing_in_a_hook_or_a_plan_is_read_by_the_host():
+    """On the meta device there are no numbers: whoever reads one fails."""
+    workflow = make_tdmpc()
+    parts = [*parts_of(workflow).values(), workflow.scale, workflow.guard, workflow.policy_guard]
+    for module in (*parts, workflow.action_encoder):
+        module.to("meta")
+    for name in ("discounts", "policy_weights", "model_weights"):
+        setattr(workflow, name, getattr(workflow, name).to("meta"))
+    state = workflow.initial_policy_state(2)
+    noise = {k: v.to("meta") for k, v in workflow._draw(workflow.act_noise(2), None).items()}
+    action, memory, _ = workflow.act_step(
+        {"vector": torch.empty(2, 4, device="meta")},
+        {"plan": state["plan"].to("meta")},
+        torch.zeros(2, dtype=torch.bool, device="meta"),
+        noise,
+        {"explore": torch.ones((), device="meta")},
+    )
+    assert action.shape == (2, 2) and memory["plan"].shape == state["plan"].shape
+    batch = Batch({k: v.to("meta") for k, v in make_batch(workflow).columns.items()})
+    losses, latents, error, _ = workflow._model_losses(
+        batch, {k: v.to("meta") for k, v in hook_noise(workflow, "update").items()}
+    )
+    assert latents.shape == (4, 4, 16) and error.shape == (4,)
+    assert {loss.shape for loss in losses.values()} == {(4,)}
+
+
+def test_step_does_not_write_into_its_batch():
+    workflow = make_tdmpc()
+    batch = make_batch(workflow)
+    copy = {key: value.clone() for key, value in batch.columns.items()}
+    run_hook(workflow, "update", batch)
+    for key, value in copy.items():
+        assert torch.equal(batch[key], value)
+
+
+def test_losses_are_what_the_equations_say():
+    """The fused form against a plain one: one sequence at a time, one step at a time, one member at a time."""
+    workflow = make_tdmpc(controllers__critic__dropout=0.0)
+    for step in range(3):  # away from the zeros of the start
+        run_hook(workflow, "update", make_batch(workflow, seed=step), seed=step)
+    batch, noise = make_batch(workflow, seed=9), hook_noise(workflow, "update")
+    losses, latents, error, _ = workflow._model_losses(batch, noise)
+    s, pair = workflow.settings, torch.topk(noise["target_members"], 2).indices
+    for b in range(s.batch_size):
+        obs = {"vector": batch["obs/vector"][b]}
+        z, sums = workflow.encoder({"vector": obs["vector"][:1]}), dict.fromkeys(losses, 0.0)
+        absolute = 0.0
+        for t in range(s.horizon):
+            assert torch.allclose(latents[t, b], z[0], atol=1e-6)
+            action = batch.action[b, t : t + 1]
+            following = workflow.encoder({"vector": obs["vector"][t + 1 : t + 2]})
+            chosen = workflow.policy.sample(following, noise["target_action"][t, b : b + 1])
+            slow = workflow.critic.slow.network(following, chosen)[pair]
+            target = td_target(
+                batch.reward[b, t + 1].view(1, 1),
+                batch.terminated[b, t + 1].view(1, 1),
+                workflow.critic.mean(slow).amin(0).view(1, 1),
+                0.99,
+            )[0]
+            logits = workflow.critic.online(z, action)
+            reward = workflow.reward_head(z, action)
+            z = workflow.dynamics(z, action)
+            weight = s.rho**t / s.horizon
+            sums["consistency"] += weight * (z - following).square().mean()
+            sums["reward"] += weight * workflow.reward_head.loss(reward, batch.reward[b, t + 1]).sum()
+            sums["value"] += weight * workflow.critic.loss(logits, target).mean()
+            absolute += s.rho**t * (workflow.critic.mean(logits) - target).abs().sum()
+        for name, value in sums.items():
+            assert torch.allclose(losses[name][b], value, atol=1e-5), name
+        assert torch.allclose(error[b], absolute, atol=1e-4)
+
+
+def test_targets_come_from_observations_not_from_the_rollout():
+    """The model cannot make its own target easier: no gradient through the following latents."""
+    workflow = make_tdmpc()
+    run_hook(workflow, "update")
+    batch = make_batch(workflow)
+    losses, *_ = workflow._model_losses(batch, hook_noise(workflow, "update"))
+    gradient = torch.autograd.grad(
+        losses["consistency"].sum(), workflow.dynamics.mlp.layers[-1].bias, retain_graph=True
+    )[0]
+    assert gradient.abs().sum() > 0
+    last = batch.columns["obs/vector"].clone().requires_grad_()
+    moved = Batch({**batch.columns, "obs/vector": last})
+    losses, *_ = workflow._model_losses(moved, hook_noise(workflow, "update"))
+    gradient = torch.autograd.grad(losses["consistency"].sum(), last)[0]
+    assert gradient[:, 0].abs().sum() > 0 and gradient[:, 1:].abs().sum() == 0
+
+
+def test_the_policy_step_leaves_no_gradient_in_the_critic():
+    workflow = make_tdmpc()
+    run_hook(workflow, "update_world_model")
+    for parameter in workflow.critic.parameters():
+        parameter.grad = None
+    run_hook(workflow, "update_controller")
+    assert all(parameter.grad is None for parameter in workflow.critic.parameters())
+
+
+def test_slow_critic_follows():
+    workflow = make_tdmpc(algorithm__target_rate=0.5)
+    run_hook(workflow, "update")
+    slow = workflow.critic.slow.network.bias_2
+    assert torch.allclose(slow, workflow.critic.online.bias_2 * 0.5)
+
+
+@pytest.mark.parametrize("hook", ["update", "update_world_model"])
+def test_non_finite_input_masks_the_update(hook):
+    workflow = make_tdmpc()
+    run_hook(workflow, hook)
+    before = weights(workflow)
+    batch = make_batch(workflow, seed=1)
+    batch.columns["obs/vector"][0, 0, 0] = float("nan")
+    result = run_hook(workflow, hook, batch)
+    assert result.metrics["nonfinite"].item() == 1.0
+    after = weights(workflow)
+    assert changed_parts(before, after) <= {"critic"}  # whose slow copy moves on towards finite weights
+    for key, value in after["critic"].items():
+        assert torch.isfinite(value).all()
+        assert key.startswith("slow") or torch.equal(value, before["critic"][key])
+    assert torch.isfinite(workflow.scale.value)
+    assert torch.isfinite(run_hook(workflow, hook).metrics["loss"])
+
+
+def test_encoder_learns_more_slowly_and_phases_scale_all():
+    workflow = make_tdmpc()
+    scalars = workflow.hooks()["update"].scalars
+    assert scalars({}, {}) == {"entropy": pytest.approx(1e-4), "learning_rate_scale": 1.0}
+    phase = {"set": {"algorithm.entropy": 0.5, "algorithm.learning_rate": 2e-3}}
+    run_hook(workflow, "update", phase=phase)
+    encoder, model = (optimizer.param_groups[0]["lr"].item() for optimizer in workflow.model_optimizers)
+    assert (encoder, model) == (pytest.approx(6e-4), pytest.approx(2e-3))
+    assert workflow.policy_optimizer.param_groups[0]["eps"] == 1e-5
+
+
+def test_learns_a_batch_by_heart():
+    workflow = make_tdmpc(algorithm__learning_rate=3e-3, algorithm__batch_size=8)
+    batch = make_batch(workflow)
+    first = run_hook(workflow, "update", batch).metrics
+    for step in range(150):
+        last = run_hook(workflow, "update", batch, seed=step).metrics
+    assert last["loss/reward"] < 0.5 * first["loss/reward"]
+    assert last["loss/consistency"] < 0.5 * first["loss/consistency"]
+
+
+# ---------------------------------------------------------------- the first version
+
+
+def test_first_version_differs_where_it_should():
+    workflow = first_version()
+    assert type(workflow.dynamics).__name__ == "DeterministicMLP"
+    assert workflow.critic.members == 3 and workflow.critic.reduce == "min" and workflow.critic.dropout == 0.0
+    assert workflow.critic.regression.width == 1
+    assert workflow.slow_encoder is not None
+    assert workflow.hooks()["update"].batch.sampler == "prioritized"
+    assert workflow.hooks()["update"].batch.length == 6
+
+
+def test_first_version_weighs_and_reports_priorities():
+    workflow = first_version()
+    run_hook(workflow, "update")
+    batch = make_batch(workflow)
+    rows = batch.reward.shape
+    batch.columns["priority"] = torch.ones(rows)
+    batch.columns["weight"] = torch.ones(rows)
+    result = run_hook(workflow, "update", batch)
+    assert result.write_back["priority"].shape == (4, 1)
+    assert (result.write_back["priority"] > 0).all()
+    loss = workflow._model_losses(batch, hook_noise(workflow, "update"))[0]
+    one = {"weight": torch.zeros(rows)}
+    one["weight"][0] = 1.0
+    weighted = run_hook(first_version(), "update", Batch({**batch.columns, **one})).metrics["loss"]
+    plain = run_hook(first_version(), "update", batch).metrics["loss"]
+    assert weighted < plain and set(loss) == {"consistency", "reward", "value"}
+
+
+def test_first_version_predicts_the_slow_encoders_latents():
+    workflow = first_version()
+    batch, noise = make_batch(workflow), hook_noise(workflow, "update")
+    before = workflow._model_losses(batch, noise)[0]["consistency"]
+    for buffer in workflow.slow_encoder.network.buffers():
+        buffer.mul_(1.5)
+    assert not torch.equal(workflow._model_losses(batch, noise)[0]["consistency"], before)
+
+
+def test_first_version_looks_further_as_it_learns():
+    workflow = first_version()
+    assert workflow.act_scalars(ActMode()) == {"explore": 1.0, "min_std": 0.5, "horizon": 1.0}
+    workflow.hooks()["update"].scalars({}, {"env_steps": 25_000})
+    assert workflow.act_scalars(ActMode()) == {"explore": 1.0, "min_std": pytest.approx(0.05), "horizon": 5.0}
+    other = first_version()
+    other.set_state(workflow.get_state())
+    assert other.act_scalars(ActMode())["horizon"] == 5.0
+
+
+# ---------------------------------------------------------------- remembering, messages
+
+
+def test_resumed_training_goes_on_exactly():
+    def train(workflow, steps, start=0):
+        for step in range(start, start + steps):
+            run_hook(workflow, "update", make_batch(workflow, seed=step), seed=step)
+
+    for make in (make_tdmpc, first_version):
+        whole, half, resumed = make(), make(), make()
+        train(whole, 4)
+        train(half, 2)
+        for name, part in parts_of(resumed).items():
+            part.load_state_dict(parts_of(half)[name].state_dict())
+        for mine, theirs in zip(
+            [*resumed.model_optimizers, resumed.policy_optimizer],
+            [*half.model_optimizers, half.policy_optimizer],
+        ):
+            mine.load_state_dict(theirs.state_dict())
+        resumed.set_state(half.get_state())
+        train(resumed, 2, start=2)
+        assert changed_parts(weights(whole), weights(resumed)) == set()
+        assert torch.equal(whole.scale.value, resumed.scale.value)
+
+
+def test_helpful_messages():
+    with pytest.raises(ConfigError, match=r"components\.termination_head"):
+        make_tdmpc(algorithm__episodic=True)
+    with pytest.raises(ConfigError, match=r"components\.task_embedding"):
+        make_tdmpc(task_spec())
+    with pytest.raises(ConfigError, match="precision"):
+        make_tdmpc(training__precision="float16")
+
+
+def test_kinds_of_actions_are_covered():
+    assert {CONTINUOUS.kind, DISCRETE.kind, MULTI.kind} == {"continuous", "discrete", "multi_discrete"}
