@@ -1,27 +1,43 @@
-"""Ask, evaluate, tell: one generation of an `evolve` hook.
+"""Ask, evaluate, tell: the generations of `evolve` hooks.
 
-The workflow proposes candidates and learns from their fitness; playing them is done here, all candidates at
-once: each environment carries one candidate's parameters, and one forward pass acts for all of them.
+The workflow proposes candidates and learns from their fitness. Playing them in the environment is done here
+(population.py); a workflow whose candidates only dream evaluates them itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from rl_lab.records import ActMode
+from rl_lab.errors import ConfigError
+from rl_lab.orchestration.evolution_progress import EvolutionProgress
+from rl_lab.orchestration.population import Interrupted, evaluate_population
+from rl_lab.records import ActMode, Batch
 from rl_lab.utils.seeding import derive_seed
+
+__all__ = ["Evolution", "Generations", "evaluate_population"]
+
+GROUPED_FROM = 4  # environments; fewer are not worth two groups that take turns
 
 
 class Evolution(Protocol):
-    """The `step` of a hook of kind "evolve"."""
+    """The `step` of a hook of kind "evolve".
+
+    It may also have
+        begin(phase)                        called before every generation, with the running phase
+        num_envs: int                       environments to play in (else as many as training has)
+        common_episodes: bool               in each episode all candidates meet the same seed
+        early_stop: EarlyStop               when a rollout is hopeless (see records.py)
+        dreams = True, evaluate(candidates, batch, generator) -> (fitness (P,), dreamed steps)
+                                            no environment is played; `batch` is what the hook's BatchSpec asks for
+    """
 
     episodes_per_candidate: int
 
     def ask(self) -> torch.Tensor:
-        """Candidates of this generation, (P, D)."""
+        """Candidates of this generation, (P, D). Asked again before `tell`, they are the same."""
         ...
 
     def act(
@@ -32,47 +48,84 @@ class Evolution(Protocol):
 
     def initial_policy_state(self, num_envs: int) -> dict[str, torch.Tensor]: ...
 
-    def tell(self, candidates: torch.Tensor, fitness: torch.Tensor) -> dict[str, float]:
-        """Learn from the fitness (P,), higher is better; returns metrics. Dreams may ignore `fitness`."""
+    def tell(self, candidates: torch.Tensor, fitness: torch.Tensor) -> Mapping[str, float]:
+        """Learn from the fitness (P,), higher is better; returns metrics."""
         ...
 
 
-@torch.no_grad()
-def evaluate_population(
-    evolution: Evolution,
-    candidates: torch.Tensor,
-    environment: Any,  # VectorEnv
-    *,
-    device: torch.device | str,
-    seed: int,
-) -> tuple[torch.Tensor, int]:
-    """Mean return of each candidate over its episodes, (P,), and the environment steps it took.
+class Generations:
+    """Runs the generations of a run, and keeps the environments that they are played in."""
 
-    Environment i plays jobs i, i+n, … of the list (candidate, episode): a fixed order, so that the result
-    does not depend on which environment is quicker.
-    """
-    n, population = environment.num_envs, candidates.shape[0]
-    jobs = [index % population for index in range(population * evolution.episodes_per_candidate)]
-    queue = [jobs[env::n] for env in range(n)]
-    returns = np.zeros(n)
-    fitness = np.zeros(population)
-    mode = ActMode(sample=True, generator=torch.Generator(device).manual_seed(derive_seed(seed, "evolve")))
-    obs, _ = environment.reset(seed=seed)
-    is_first = np.ones(n, dtype=bool)
-    state = evolution.initial_policy_state(n)
-    steps = 0
-    while any(queue):
-        current = [waiting[0] if waiting else 0 for waiting in queue]
-        tensors = {key: torch.as_tensor(value).to(device) for key, value in obs.items()}
-        flags = torch.as_tensor(is_first).to(device)
-        action, state = evolution.act(candidates[current], tensors, state, flags, mode)
-        obs, reward, terminated, truncated, _ = environment.step(action.cpu().numpy())
-        is_first = environment.is_first
-        returns += reward
-        steps += int(sum(1 for env in range(n) if queue[env] and not is_first[env]))
-        for env in np.flatnonzero(terminated | truncated):
-            if queue[env]:
-                fitness[queue[env].pop(0)] += returns[env]
-            returns[env] = 0.0
-    mean = fitness / evolution.episodes_per_candidate
-    return torch.as_tensor(mean, dtype=torch.float32), steps
+    def __init__(
+        self,
+        make_environment: Callable[[int | None], Any] | None,  # number of environments -> VectorEnv
+        *,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.make_environment = make_environment
+        self.seed = seed
+        self.say = say
+        self._environments: dict[int | None, list[Any]] = {}
+        self._progress: dict[str, EvolutionProgress] = {}
+
+    def run(
+        self,
+        name: str,
+        evolution: Any,
+        *,
+        number: int,  # of this hook's generations in the whole run: decides the seeds
+        phase: Mapping[str, Any],
+        done: int,  # generations of this phase
+        total: int | None,
+        device: torch.device,
+        batch: Batch | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> tuple[dict[str, float], int] | None:
+        """One generation: metrics and environment steps; None when it was broken off, and nothing of it counts."""
+        if hasattr(evolution, "begin"):
+            evolution.begin(phase)
+        progress = self._progress.setdefault(name, EvolutionProgress(self.say))
+        seed = derive_seed(self.seed, name, number)
+        candidates = evolution.ask()
+        rollouts = len(candidates) * int(evolution.episodes_per_candidate)
+        progress.begin(done + 1, total, rollouts)
+        if getattr(evolution, "dreams", False):
+            generator = torch.Generator(device).manual_seed(seed)
+            fitness, dreamed = evolution.evaluate(candidates, batch, generator)
+            steps = 0
+        else:
+            environments = self._open(name, getattr(evolution, "num_envs", None))
+            try:
+                fitness, steps = evaluate_population(
+                    evolution,
+                    candidates,
+                    environments,
+                    device=device,
+                    seed=seed,
+                    on_rollout=progress.played,
+                    should_stop=should_stop,
+                )
+            except Interrupted:
+                self.say(f"generation {done + 1} was broken off; it will be played again")
+                return None
+            dreamed = 0
+        told = evolution.tell(candidates, fitness)
+        return {**progress.end(fitness, steps or dreamed), **told}, steps
+
+    def _open(self, name: str, num_envs: int | None) -> list[Any]:
+        """Environments of that number, in two groups where there are enough."""
+        if num_envs not in self._environments:
+            if self.make_environment is None:
+                raise ConfigError(f"hook '{name}' evolves in the environment, and there is none")
+            sizes: list[int | None] = [num_envs]
+            if num_envs is not None and num_envs >= GROUPED_FROM:
+                sizes = [num_envs - num_envs // 2, num_envs // 2]
+            self._environments[num_envs] = [self.make_environment(size) for size in sizes]
+        return self._environments[num_envs]
+
+    def close(self) -> None:
+        for environments in self._environments.values():
+            for environment in environments:
+                environment.close()
+        self._environments.clear()

@@ -141,12 +141,16 @@ def test_checkpoint_cadence_and_a_failing_disk():
     diary = Diary()
     orchestrator_of(diary, JOINT, Cadences(checkpoint=Every({"env_steps": 4}))).run()
     assert diary.saved == [(4, None), (6, None)]
-    diary = Diary()
-    diary.fail_saves = True
-    orchestrator_of(diary, JOINT).run()
-    assert any("training goes on: disk full" in entry for entry in diary.entries)
-    with pytest.raises(CheckpointError, match="disk full"):
-        orchestrator_of(diary, JOINT, on_save_failure="stop").run()
+    for choice, updates in (("continue", 3), ("stop", 2)):
+        diary = Diary()
+        diary.fail_saves = True
+        with pytest.raises(CheckpointError, match="disk full"):  # of the last checkpoint, at the latest
+            orchestrator_of(
+                diary, JOINT, Cadences(checkpoint=Every({"env_steps": 4})), on_save_failure=choice
+            ).run()
+        assert diary.entries.count("update") == updates - (choice == "stop")
+        said = any("training goes on: disk full" in entry for entry in diary.entries)
+        assert said == (choice == "continue")
 
 
 def test_nonfinite_updates_stop_the_run_or_are_said():

@@ -1,0 +1,99 @@
+"""The numbers of World Models, read once from `algorithm.*` into plain attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rl_lab.errors import ConfigError, closest
+from rl_lab.records import EarlyStop
+
+MEMORIES = ("h", "hc", "none")
+LOSSES = ("latent", "reward", "done")
+
+
+@dataclass(frozen=True)
+class EvolutionSettings:
+    """How candidates are judged."""
+
+    episodes: int  # of each candidate in a generation
+    num_envs: int  # played side by side
+    common_episodes: bool
+    early_stop: EarlyStop
+
+    @classmethod
+    def from_config(cls, node: Mapping[str, Any]) -> EvolutionSettings:
+        stop = {str(key): value for key, value in (node["early_stop"] or {}).items()}
+        known = [item.name for item in fields(EarlyStop)]
+        for name in stop:
+            if name not in known:
+                raise ConfigError(f"algorithm.evolution.early_stop has no '{name}'.{closest(name, known)}")
+        return cls(
+            episodes=int(node["episodes"]),
+            num_envs=int(node["num_envs"]),
+            common_episodes=bool(node["common_episodes"]),
+            early_stop=EarlyStop(**stop),
+        )
+
+
+@dataclass(frozen=True)
+class WorldModelsSettings:
+    """Meanings and published values stand in configs/algorithm/og_wm.yaml."""
+
+    batch_size: int
+    batch_length: int
+    gradient_limit: float
+    loss_scales: dict[str, float]
+    done_weight: float
+    memory: str
+    temperature: float
+    imagination_horizon: int
+    dream_context: int
+    evolution: EvolutionSettings
+
+    @classmethod
+    def from_config(cls, algorithm: Mapping[str, Any]) -> WorldModelsSettings:
+        names = [item.name for item in fields(cls)]
+        missing = [name for name in names if name not in algorithm]
+        if missing:
+            raise ConfigError(
+                f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
+                "add `- /algorithm: og_wm` to the experiment's defaults, which states them all"
+            )
+        scales = {str(key): float(value) for key, value in algorithm["loss_scales"].items()}
+        for name in scales:
+            if name not in LOSSES:
+                raise ConfigError(f"algorithm.loss_scales has no '{name}'.{closest(name, LOSSES)}")
+        settings = cls(
+            batch_size=int(algorithm["batch_size"]),
+            batch_length=int(algorithm["batch_length"]),
+            gradient_limit=float(algorithm["gradient_limit"]),
+            loss_scales=scales,
+            done_weight=float(algorithm["done_weight"]),
+            memory=str(algorithm["memory"]),
+            temperature=float(algorithm["temperature"]),
+            imagination_horizon=int(algorithm["imagination_horizon"]),
+            dream_context=int(algorithm["dream_context"]),
+            evolution=EvolutionSettings.from_config(algorithm["evolution"]),
+        )
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        if self.memory not in MEMORIES:
+            raise ConfigError(f"algorithm.memory is '{self.memory}'.{closest(self.memory, MEMORIES)}")
+        for name, value in (("temperature", self.temperature), ("done_weight", self.done_weight)):
+            if not value > 0.0:
+                raise ConfigError(f"algorithm.{name} must be above 0, not {value}")
+        counts = {
+            "batch_size": self.batch_size,
+            "batch_length": self.batch_length,
+            "imagination_horizon": self.imagination_horizon,
+            "dream_context": self.dream_context,
+            "evolution.episodes": self.evolution.episodes,
+            "evolution.num_envs": self.evolution.num_envs,
+        }
+        for name, value in counts.items():
+            if value < 1:
+                raise ConfigError(f"algorithm.{name} must be at least 1, not {value}")

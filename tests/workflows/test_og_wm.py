@@ -1,0 +1,397 @@
+import pytest
+import torch
+from og_wm_case import (
+    CAR,
+    DISCRETE,
+    MULTI,
+    PHASE,
+    changed_parts,
+    make_batch,
+    make_workflow,
+    mdn_batch,
+    pictures,
+    run_hook,
+    vae_batch,
+    weights,
+)
+
+from rl_lab.compose import compose_config, resolve_config
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, Batch, EarlyStop
+from rl_lab.workflows.og_wm_settings import WorldModelsSettings
+
+ACTIONS = pytest.mark.parametrize("action", [CAR, DISCRETE, MULTI], ids=lambda a: a.kind)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def test_each_hook_trains_its_part_only():
+    workflow = make_workflow()
+    before = weights(workflow)
+    result = run_hook(workflow, "update_vae", vae_batch(workflow))
+    assert changed_parts(before, weights(workflow)) == {"vae"}
+    assert {"loss/reconstruction", "loss/kl", "kl", "pixel_error", "grad_norm", "nonfinite"} <= set(
+        result.metrics
+    )
+    before = weights(workflow)
+    result = run_hook(workflow, "update_mdn", mdn_batch(workflow))
+    assert changed_parts(before, weights(workflow)) == {"mdn_rnn"}
+    assert {"loss/latent", "loss/reward", "loss/done", "real_steps"} <= set(result.metrics)
+    for name, value in result.metrics.items():
+        assert value.ndim == 0 and not value.requires_grad and torch.isfinite(value), name
+
+
+@pytest.mark.parametrize(("hook", "make"), [("update_vae", vae_batch), ("update_mdn", mdn_batch)])
+def test_updates_are_pure_functions_of_their_inputs(hook, make):
+    """No environment, buffer, logger or clock is there; the same batch and noise give the same step."""
+    workflows = [make_workflow() for _ in range(2)]
+    for workflow in workflows:
+        context = workflow.context
+        assert context.collector is context.train_environment is context.experiment_logger is None
+        assert not context.buffers
+    batch = make(workflows[0])
+    copy = {key: value.clone() for key, value in batch.columns.items()}
+    torch.manual_seed(1)
+    first = run_hook(workflows[0], hook, batch)
+    torch.manual_seed(2)
+    second = run_hook(workflows[1], hook, make(workflows[1]))
+    for name, value in first.metrics.items():
+        assert torch.equal(value, second.metrics[name]), name
+    assert changed_parts(weights(workflows[0]), weights(workflows[1])) == set()
+    for key, value in copy.items():
+        assert torch.equal(batch[key], value)
+    other = run_hook(make_workflow(), hook, make(workflows[0]), seed=1).metrics["loss"]
+    assert not torch.equal(other, first.metrics["loss"])
+
+
+def test_encode_is_pure_and_works_in_parts(monkeypatch):
+    workflow = make_workflow()
+    batch = make_batch(workflow, 3, 5)
+    whole = workflow.hooks()["encode"].step(batch)
+    monkeypatch.setattr("rl_lab.workflows.og_wm.ENCODED_AT_ONCE", 4)
+    parts = workflow.hooks()["encode"].step(batch)
+    latent = workflow.vae.observe(batch.obs)
+    for key in ("mu", "logvar"):
+        assert whole[key].shape == (3, 5, 4) and not whole[key].requires_grad
+        torch.testing.assert_close(whole[key], parts[key])
+        torch.testing.assert_close(whole[key], latent[key])
+
+
+def test_padding_teaches_nothing():
+    workflow, other = make_workflow(), make_workflow()
+    batch = mdn_batch(workflow)
+    changed = Batch({key: value.clone() for key, value in batch.columns.items()}, mask=batch.mask)
+    for key in ("mu", "reward"):
+        changed.columns[key][-1, 3:] = 99.0
+    run_hook(workflow, "update_mdn", batch)
+    run_hook(other, "update_mdn", changed)
+    assert changed_parts(weights(workflow), weights(other)) == set()
+
+
+def test_mdn_gradients_are_limited_by_value():
+    workflow = make_workflow(algorithm__gradient_limit=1e-3)
+    run_hook(workflow, "update_mdn", mdn_batch(workflow))
+    limit = torch.tensor(1e-3)
+    assert max(p.grad.abs().max() for p in workflow.mdn_rnn.parameters()) == limit
+    free = make_workflow(algorithm__gradient_limit=0.0)
+    run_hook(free, "update_mdn", mdn_batch(free))
+    assert max(p.grad.abs().max() for p in free.mdn_rnn.parameters()) > limit
+
+
+def test_non_finite_input_masks_the_update():
+    workflow = make_workflow()
+    batch = mdn_batch(workflow)
+    batch.columns["reward"][0, 2] = float("inf")
+    before = weights(workflow)
+    result = run_hook(workflow, "update_mdn", batch)
+    assert result.metrics["nonfinite"] == 1.0
+    assert changed_parts(before, weights(workflow)) == set()
+
+
+def test_m_learns_a_batch_by_heart():
+    workflow = make_workflow(optimizers__mdn_rnn__lr=2e-2)
+    batch = mdn_batch(workflow)
+    batch.columns["logvar"][:] = -6.0
+    first = run_hook(workflow, "update_mdn", batch).metrics
+    for step in range(150):
+        last = run_hook(workflow, "update_mdn", batch, seed=step).metrics
+    assert last["loss/reward"] < 0.3 * first["loss/reward"] and last["loss/latent"] < first["loss/latent"]
+
+
+# ---------------------------------------------------------------- acting
+
+
+@ACTIONS
+def test_act_gives_actions_memory_and_columns(action):
+    workflow = make_workflow(pictures(action))
+    workflow.controller.set_vector(torch.randn(workflow.controller.num_parameters))
+    obs = make_batch(workflow, 5, 1, padded=False).obs
+    obs = {key: value[:, 0] for key, value in obs.items()}
+    state, first = workflow.initial_policy_state(5), torch.ones(5, dtype=torch.bool)
+    for mode in (ActMode(), ActMode(sample=False), ActMode(epsilon=0.5), ActMode(epsilon=1.0)):
+        chosen, after, extras = workflow.act(obs, state, first, mode)
+        assert chosen.shape == (5, *action.shape) and chosen.dtype == getattr(torch, action.dtype)
+        assert {key: value.shape for key, value in after.items()} == {k: v.shape for k, v in state.items()}
+        assert torch.equal(after["action"], chosen)
+        assert {key: value.shape[1:] for key, value in extras.items()} == {
+            key: column.shape for key, column in workflow.policy_columns().items()
+        }
+
+
+def test_the_controller_sees_z_and_the_memory_before_it():
+    workflow = make_workflow()
+    vector = torch.randn(workflow.controller.num_parameters)
+    workflow.controller.set_vector(vector)
+    frames = make_batch(workflow, 2, 3, padded=False).obs["image"]
+    state, mode = workflow.initial_policy_state(2), ActMode(sample=False)
+    memory, actions = workflow.mdn_rnn.reset_state(2), []
+    for t in range(3):
+        action, state, _ = workflow.act({"image": frames[:, t]}, state, torch.full((2,), t == 0), mode)
+        z = workflow.vae.observe({"image": frames[:, t]})["mu"]
+        expected = workflow.controller.act(torch.cat([z, memory["h"]], -1))
+        torch.testing.assert_close(action, expected)
+        memory = workflow.mdn_rnn.observe(memory, z, action)
+        actions.append(action)
+    # Another's action in the memory's place is what M then believes was done.
+    pretended = {**state, "action": torch.ones_like(state["action"])}
+    recalled = workflow.recall(pretended, torch.zeros(2, dtype=torch.bool))
+    assert not torch.equal(recalled["h"], memory["h"])
+
+
+def test_acting_forgets_at_a_first_row():
+    workflow = make_workflow()
+    workflow.controller.set_vector(torch.randn(workflow.controller.num_parameters))
+    frame = {"image": make_batch(workflow, 2, 1, padded=False).obs["image"][:, 0]}
+    fresh = workflow.initial_policy_state(2)
+    used = {k: torch.randn(v.shape) if v.is_floating_point() else v for k, v in fresh.items()}
+    first = torch.tensor([True, False])
+    actions = [workflow.act(frame, s, first, ActMode(sample=False))[0] for s in (fresh, used)]
+    assert torch.equal(actions[0][0], actions[1][0]) and not torch.equal(actions[0][1], actions[1][1])
+
+
+@pytest.mark.parametrize(("memory", "features"), [("none", 4), ("h", 12), ("hc", 20)])
+def test_what_the_controller_is_given_can_be_chosen(memory, features):
+    workflow = make_workflow(algorithm__memory=memory, controllers__controller__features=features)
+    state = workflow.mdn_rnn.reset_state(2)
+    assert workflow.features(torch.zeros(2, 4), state).shape == (2, features)
+    with pytest.raises(ConfigError, match=rf"features={features}"):
+        make_workflow(algorithm__memory=memory, controllers__controller__features=features + 1)
+
+
+# ---------------------------------------------------------------- evolution
+
+
+@ACTIONS
+def test_the_population_acts_as_each_candidate_would(action):
+    workflow = make_workflow(pictures(action))
+    evolution = workflow.evolution
+    candidates = torch.randn(4, workflow.controller.num_parameters)
+    frames = make_batch(workflow, 4, 3, padded=False).obs["image"]
+    together, alone = evolution.initial_policy_state(4), [workflow.initial_policy_state(1) for _ in range(4)]
+    mode = ActMode(sample=False)
+    for t in range(3):
+        first = torch.full((4,), t == 0)
+        actions, together = evolution.act(candidates, {"image": frames[:, t]}, together, first, mode)
+        for index, candidate in enumerate(candidates):
+            workflow.controller.set_vector(candidate)
+            own, alone[index], _ = workflow.act(
+                {"image": frames[index : index + 1, t]}, alone[index], first[:1], mode
+            )
+            torch.testing.assert_close(actions[index], own[0])
+
+
+def evolve(workflow, generations: int, phase=PHASE) -> None:
+    target = torch.linspace(-1, 1, workflow.controller.num_parameters)
+    for _ in range(generations):
+        workflow.evolution.begin(phase)
+        candidates = workflow.evolution.ask()
+        workflow.evolution.tell(candidates, -(candidates - target).square().sum(1))
+
+
+def test_the_controller_follows_the_centre_of_the_distribution():
+    workflow = make_workflow()
+    evolve(workflow, 30)
+    vector = workflow.controller.get_vector()
+    torch.testing.assert_close(vector, workflow.cma_es.mean)
+    target = torch.linspace(-1, 1, len(vector))
+    assert (vector - target).norm() < 0.9 * target.norm()
+
+
+def test_resumed_evolution_goes_on_exactly():
+    whole, half, resumed = make_workflow(), make_workflow(), make_workflow()
+    evolve(whole, 12)
+    evolve(half, 5)
+    half.evolution.ask()  # killed within a generation
+    resumed.set_state(half.get_state())
+    resumed.controller.load_state_dict(half.controller.state_dict())
+    evolve(resumed, 7)
+    assert torch.equal(whole.controller.get_vector(), resumed.controller.get_vector())
+    assert torch.equal(whole.evolution.ask(), resumed.evolution.ask())
+
+
+def test_another_round_starts_around_the_controller():
+    workflow = make_workflow()
+    evolve(workflow, 10)
+    centre, narrowed = workflow.controller.get_vector(), workflow.cma_es.step_size
+    evolve(workflow, 1, {**PHASE, "iteration": 1})
+    assert workflow.cma_es.generation == 1 and workflow.evolving == "evolve/1"
+    candidates = workflow.evolution.ask()
+    assert (candidates.mean(0) - centre).norm() < 1.0 and workflow.cma_es.step_size != narrowed
+
+
+def test_rows_that_are_not_numbers_are_the_worst():
+    workflow = make_workflow()
+    workflow.evolution.begin(PHASE)
+    candidates = workflow.evolution.ask()
+    fitness = torch.arange(6.0)
+    fitness[5] = float("nan")
+    workflow.evolution.tell(candidates, fitness)
+    assert torch.isfinite(workflow.controller.get_vector()).all()
+
+
+# ---------------------------------------------------------------- dreaming
+
+
+def test_dreamed_fitness_is_what_dream_steps_bring():
+    """All candidates at once, with common noise, against one dream after the other."""
+    workflow = make_workflow()
+    evolution = workflow.dream_evolution
+    candidates = torch.randn(4, workflow.controller.num_parameters)
+    batch = make_batch(workflow, 3, 2, padded=False)
+    batch.columns["terminated"][2, -1] = True
+    fitness, steps = evolution.evaluate(candidates, batch, torch.Generator().manual_seed(0))
+    assert fitness.shape == (4,)
+    total = 0
+    for index, candidate in enumerate(candidates):
+        workflow.controller.set_vector(candidate)
+        generator = torch.Generator().manual_seed(0)
+        state = workflow.dream_start(batch, generator=generator)
+        alive, returns = (~batch["terminated"][:, -1]).float(), torch.zeros(3)
+        for _ in range(workflow.settings.imagination_horizon):
+            action, _ = workflow.dream_act(state, ActMode())
+            state, reward, done = workflow.dream_latent(state, action, workflow.dream_noise(3, generator))
+            total += int(alive.sum())
+            returns += reward * alive
+            alive *= (done <= 0).float()
+        assert fitness[index].item() == pytest.approx(returns.mean().item(), abs=1e-5)
+    assert steps == total
+
+
+def test_a_phase_sets_the_temperature_and_it_matters():
+    workflow = make_workflow()
+    workflow.dream_evolution.begin({**PHASE, "set": {"algorithm.temperature": 0.25}})
+    assert workflow.temperature == 0.25
+    state = workflow.dream_start(make_batch(workflow, 400, 1, padded=False), generator=torch.Generator())
+    action = torch.zeros(400, 3)
+    spread = []
+    for temperature in (0.01, 1.0, 2.0):
+        workflow.temperature = temperature
+        after, _ = workflow.dream_step(
+            {key: value[:1].expand(400, -1) for key, value in state.items()},
+            action,
+            generator=torch.Generator().manual_seed(0),
+        )
+        spread.append(after["z"].std(0).mean().item())
+    assert spread[0] < 0.6 * spread[1] < 0.6 * spread[2]
+
+
+@ACTIONS
+def test_the_contract_of_dreams(action):
+    workflow = make_workflow(pictures(action, channels=3))
+    assert workflow.can_dream
+    batch = make_batch(workflow, 2, 4, padded=False)
+    generator = torch.Generator().manual_seed(0)
+    state = workflow.dream_start(batch, generator=generator)
+    assert {key: value.shape for key, value in state.items()} == {"z": (2, 4), "h": (2, 8), "c": (2, 8)}
+    chosen, state = workflow.dream_act(state, ActMode())
+    assert chosen.shape == (2, *action.shape)
+    after, dreamed = workflow.dream_step(state, chosen, generator=generator)
+    assert dreamed.reward.shape == dreamed.terminated.shape == (2,)
+    assert (dreamed.terminated >= 0).all() and (dreamed.terminated <= 1).all()
+    shown = workflow.dream_observation(after)["image"]
+    assert shown.shape == (2, 3, 64, 64) and shown.dtype == torch.uint8
+    assert torch.equal(shown, dreamed.obs["image"])
+    dream = workflow.imagine(horizon=5, batch=batch, decode=True, generator=generator)
+    assert dream.state["z"].shape == (2, 6, 4) and dream.action.shape == (2, 5, *action.shape)
+    assert dream.reward.shape == dream.cont.shape == (2, 6) and dream.obs["image"].shape == (2, 6, 3, 64, 64)
+
+
+def test_a_dream_begins_with_the_memory_of_its_rows():
+    workflow = make_workflow()
+    batch = make_batch(workflow, 2, 5, padded=False)
+    batch.columns["is_first"][1, 2] = True
+    generator = torch.Generator().manual_seed(0)
+    state = workflow.dream_start(batch, generator=generator)
+    noise = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    z = workflow.vae.observe(batch.obs, noise)["z"]
+    _, memory = workflow.mdn_rnn.observe_sequence(
+        workflow.mdn_rnn.reset_state(2), z[:, :-1], batch.action[:, :-1], batch.is_first[:, :-1]
+    )
+    torch.testing.assert_close(state, {"z": z[:, -1], **memory})
+    # The columns that `encode` wrote do as well as the images; padding in front is no past.
+    batch.columns |= workflow.hooks()["encode"].step(batch)
+    coded = Batch({key: value for key, value in batch.columns.items() if not key.startswith("obs/")})
+    torch.testing.assert_close(workflow.dream_start(coded, generator=torch.Generator().manual_seed(0)), state)
+    short = Batch(coded.columns, mask=torch.tensor([[False, False, True, True, True], [True] * 5]))
+    state = workflow.dream_start(short, generator=torch.Generator().manual_seed(0))
+    _, late = workflow.mdn_rnn.observe_sequence(
+        workflow.mdn_rnn.reset_state(1), z[:1, 2:-1], batch.action[:1, 2:-1]
+    )
+    torch.testing.assert_close(state["h"][:1], late["h"])
+
+
+def test_without_heads_a_dream_brings_nothing_and_never_ends():
+    workflow = make_workflow(components__mdn_rnn__reward_head=False, components__mdn_rnn__done_head=False)
+    state = workflow.dream_start(make_batch(workflow, 2, 2, padded=False), generator=torch.Generator())
+    _, dreamed = workflow.dream_step(state, torch.zeros(2, 3))
+    assert dreamed.reward.tolist() == dreamed.terminated.tolist() == [0.0, 0.0]
+
+
+def test_report_shows_reconstructions_and_dreams():
+    workflow = make_workflow(pictures(channels=3))
+    batch = make_batch(workflow, 3, 8)
+    report = workflow.report(batch)
+    assert report["reconstruction/image"].shape == (3, 2 * 64, 3 * 64)
+    film = report["dream/image"]
+    assert film.shape == (8, 3, 3 * 64, 5 * 64) and film.dtype == torch.uint8
+    assert film[0, :, 0, 64].tolist() == [0, 255, 0] and film[-1, :, 0, 64].tolist() == [255, 0, 0]
+    assert torch.equal(film[3, :, :64, :64], batch.obs["image"][0, 3])
+    for name in ("reconstruction_error", "dream_error/0.1", "dream_error/1.3"):
+        assert 0 < report[name] < 1
+    assert workflow.temperature == workflow.settings.temperature
+    again = workflow.report(batch)
+    assert torch.equal(film, again["dream/image"]) and report["dream_error/1.0"] == again["dream_error/1.0"]
+    gray = make_workflow()
+    film = gray.report(make_batch(gray, 2, 8))["dream/image"]
+    assert film[0, :, 0, 64].tolist() == [255] and film[-1, :, 0, 64].tolist() == [0]
+
+
+# ---------------------------------------------------------------- configs
+
+
+def test_the_published_networks_are_those_of_the_experiment():
+    config = compose_config(["experiment=og_wm_carracing"])
+    spec = pictures(CAR, channels=3)
+    resolve_config(config, spec)
+    from rl_lab.build import build_parts
+
+    components, controllers = build_parts(config, spec, torch.device("cpu"))
+    count = lambda part: sum(p.numel() for p in part.parameters())  # noqa: E731
+    assert count(components.vae) == 4_348_547
+    assert count(components.mdn_rnn) == 422_368 + 2 * 257  # and the heads for reward and end
+    assert count(controllers["controller"]) == 867
+
+
+def test_helpful_messages():
+    with pytest.raises(ConfigError, match=r"mdn_rnn\.latent=4"):
+        make_workflow(components__mdn_rnn__latent=5)
+    with pytest.raises(ConfigError, match="Did you mean 'patience'"):
+        make_workflow(algorithm__evolution__early_stop={"patient": 4})
+    with pytest.raises(ConfigError, match=r"algorithm\.memory"):
+        make_workflow(algorithm__memory="z")
+    with pytest.raises(ConfigError, match="above 0"):
+        make_workflow(algorithm__temperature=0.0)
+    with pytest.raises(ConfigError, match=r"algorithm: og_wm"):
+        WorldModelsSettings.from_config({"batch_size": 1})
+    assert make_workflow().settings.evolution.early_stop == EarlyStop()

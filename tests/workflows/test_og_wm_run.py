@@ -1,0 +1,150 @@
+"""World Models' stages as whole runs: in order, again from wherever they were stopped, in the dream, and in rounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import rl_lab
+from rl_lab.orchestration import evolution
+from rl_lab.orchestration.orchestrator import Orchestrator
+from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.training import resume
+from rl_lab.utils.checkpoint import CheckpointManager
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from same_run import assert_same_run
+
+QUIET = ["logging.progress=off", "logging.tensorboard=false"]
+# Pictures that cost nothing; a controller that is given both heads' worth of memory; three short generations.
+TINY = [
+    "experiment=og_wm_cartpole_pixels",
+    "debug=tiny",
+    "environment.task=dummy/dict",
+    "environment.pixels=false",
+    "environment.wrappers={}",
+    "environment.time_limit=null",
+    "algorithm.stages.collect_steps=60",
+    "algorithm.stages.generations=3",
+    "training.total_timesteps=null",
+    "training.evaluate={every_env_steps: null, episodes: 2}",
+    "training.report.every_env_steps=null",
+    "training.checkpoint={every_env_steps: null, every_cycles: 1}",
+    "training.log={every_env_steps: null, every_cycles: 1, every_updates: null}",
+]
+
+
+def train(folder: Path, *words: str) -> rl_lab.training.RunResult:
+    return rl_lab.train(None, [*TINY, *QUIET, f"run_dir={folder}", *words], say=lambda line: None)
+
+
+def state(folder: Path) -> dict:
+    return CheckpointManager(folder / "checkpoints").load().state
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(folder)
+    return folder
+
+
+def test_all_stages_run(whole: Path):
+    calls = state(whole)["phase_state"]["hook_calls"]
+    assert (calls["update_vae"], calls["update_mdn"], calls["evolve"]) == (3, 3, 3) and calls["encode"] >= 1
+    logged = {key for line in metrics(whole) for key in line}
+    names = "generation best mean spread evaluations_per_second steps_per_second seconds_left step_size"
+    assert {f"controller/{name}" for name in names.split()} <= logged
+    assert {"train/vae/loss/reconstruction", "train/mdn/loss/latent"} <= logged
+    assert max(line.get("controller/generation", 0) for line in metrics(whole)) == 3
+    strategy = state(whole)["workflow_custom"]["evolution"]["strategy"]
+    assert strategy["fitness"].shape == (3, 4)  # all that is kept of CMA-ES, with its start
+
+
+def test_the_agent_can_be_loaded_and_scored(whole: Path):
+    result = evaluate_run(whole, episodes=2, video=False)
+    assert result["episodes"] == 2 and 0 <= result["return_mean"] <= 10
+
+
+@pytest.mark.parametrize("stop_after", ["collect", "update_vae", "encode", "update_mdn", "evolve"])
+def test_stopped_anywhere_it_goes_on_exactly(stop_after: str, whole: Path, tmp_path: Path, monkeypatch):
+    with monkeypatch.context() as patch:
+        do = Orchestrator.do
+
+        def stop(self, action, phase):
+            do(self, action, phase)
+            self.interrupted = action == stop_after
+
+        patch.setattr(Orchestrator, "do", stop)
+        assert train(tmp_path / "half").interrupted
+    resume(tmp_path / "half", say=lambda line: None)
+    assert_same_run(whole, tmp_path / "half")
+
+
+class Killed(BaseException):
+    """Nothing of ours catches it, and nothing is saved on the way out."""
+
+
+@pytest.mark.parametrize("how", ["killed", "signalled"])
+def test_ended_within_a_generation_it_loses_that_one_only(how: str, whole: Path, tmp_path: Path, monkeypatch):
+    played = []
+    with monkeypatch.context() as patch:
+        evaluate = evolution.evaluate_population
+
+        def end_in_the_second(*args, on_rollout, **options):
+            def count(item):
+                played.append(item)
+                on_rollout(item)
+                if len(played) == 6:  # of 4 in each generation
+                    if how == "killed":
+                        raise Killed
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            return evaluate(*args, on_rollout=count, **options)
+
+        patch.setattr(evolution, "evaluate_population", end_in_the_second)
+        if how == "killed":
+            with pytest.raises(Killed):
+                train(tmp_path / "half")
+        else:
+            assert train(tmp_path / "half").interrupted
+    assert len(played) < 8
+    assert state(tmp_path / "half")["phase_state"]["hook_calls"]["evolve"] == 1
+    resume(tmp_path / "half", say=lambda line: None)
+    assert_same_run(whole, tmp_path / "half")
+
+
+def test_evolution_inside_the_dream_then_the_score(tmp_path: Path):
+    run = train(tmp_path / "run", "phases=og_wm_dream", "algorithm.stages.score_steps=30")
+    calls = state(run.path)["phase_state"]["hook_calls"]
+    assert calls["evolve_in_dream"] == 3 and "evolve" not in calls
+    assert run.counters["env_steps"] >= 90 and run.return_mean is not None
+    told = state(run.path)["workflow_custom"]["evolution"]
+    assert told["stage"] == "evolve_in_dream/0" and told["strategy"]["fitness"].shape == (3, 4)
+
+
+def test_rounds_by_a_group_of_phases_alone(tmp_path: Path):
+    run = train(tmp_path / "run", "phases=og_wm_iterative", "algorithm.stages.generations=1")
+    calls = state(run.path)["phase_state"]["hook_calls"]
+    assert (calls["update_vae"], calls["evolve"]) == (9, 3)
+    assert state(run.path)["workflow_custom"]["evolution"]["stage"] == "evolve/2"
+
+
+def test_the_controller_alone_on_weights_of_another_run(tmp_path: Path):
+    networks = train(tmp_path / "networks", "phases=og_wm_networks")
+    weights = networks.path / "checkpoints" / "last.pt"
+    run = train(
+        tmp_path / "run", "phases=og_wm_evolve", f"load.path={weights}", "buffers.replay.capacity=200"
+    )
+    ours, theirs = state(run.path)["components"]["vae"], state(networks.path)["components"]["vae"]
+    assert all((ours[key] == theirs[key]).all() for key in ours)
+    assert state(run.path)["controllers"]["controller"]["weight"].abs().sum() > 0
