@@ -1,0 +1,83 @@
+"""Actor and critic in one recurrent network on frames: a convolutional trunk, an LSTM cell, two linear heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_lab.components.nn.policies import make_policy
+from rl_lab.components.nn.symlog_two_hot import make_regression
+from rl_lab.records import Spec
+
+State = dict[str, torch.Tensor]  # h, c: (N, units)
+
+
+class RecurrentActorCritic(nn.Module):
+    """trunk: makes the convolutional part (`trunk(spec)`), which has a `width`.
+
+    bins:        of the critic: 0 regresses the value itself, more are two-hot in symlog space up to `limit`
+    zero_critic: whether the critic's head starts at zero
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        trunk: Callable[[Spec], Any],
+        *,
+        units: int = 512,
+        bins: int = 0,
+        limit: float = 20.0,
+        zero_critic: bool = False,
+    ) -> None:
+        super().__init__()
+        self.policy = make_policy(spec.action)
+        self.regression = make_regression(bins, limit)
+        self.units = units
+        self.trunk = trunk(spec)
+        self.cell = nn.LSTMCell(self.trunk.width, units)
+        self.actor = nn.Linear(units, self.policy.width)
+        self.critic = nn.Linear(units, self.regression.width)
+        if zero_critic:
+            nn.init.zeros_(self.critic.weight)
+            nn.init.zeros_(self.critic.bias)
+
+    def initial_state(self, size: int) -> State:
+        zeros = self.actor.weight.new_zeros(size, self.units)
+        return {"h": zeros, "c": zeros.clone()}
+
+    def advance(self, features: torch.Tensor, state: State) -> State:
+        """(N, trunk's width) -> the next memory."""
+        h, c = self.cell(features, (state["h"], state["c"]))
+        return {"h": h, "c": c}
+
+    def watch(self, frames: torch.Tensor, state: State) -> State:
+        """One frame (N, C, H, W): the memory after seeing it."""
+        return self.advance(self.trunk(frames.float()), state)
+
+    def watch_sequence(
+        self, frames: torch.Tensor, state: State, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, State]:
+        """frames: (B, T, C, H, W) -> what was in memory after each, (B, T, units), and the last memory.
+
+        mask: (B, T) bool; memory is empty after a frame that is padding.
+        """
+        size, rows = frames.shape[:2]
+        features = self.trunk(frames.flatten(0, 1).float()).unflatten(0, (size, rows))
+        seen = []
+        for t in range(rows):
+            state = self.advance(features[:, t], state)
+            if mask is not None:
+                state = {key: value * mask[:, t, None] for key, value in state.items()}
+            seen.append(state["h"])
+        return torch.stack(seen, 1), state
+
+    def raw_policy(self, h: torch.Tensor) -> torch.Tensor:
+        """(…, units) -> what the policy's distribution is made of, (…, policy.width)."""
+        return self.actor(h)
+
+    def value(self, h: torch.Tensor) -> torch.Tensor:
+        """(…, units) -> (…)."""
+        return self.regression.mean(self.critic(h))

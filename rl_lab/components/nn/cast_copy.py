@@ -1,0 +1,38 @@
+"""Modules in another number format, kept beside the ones that are trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+
+class CastCopy:
+    """`parts[name]` computes in `dtype`; `refresh` brings its weights up to date in a few kernels.
+
+    Acting reads every weight many times and changes none: one cast per call instead of one in front of every product,
+    and activations that stay in the small format throughout. In the format of the originals it is the originals.
+    Buffers (bins of a two-hot code) keep theirs. Nothing of it belongs into a checkpoint.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._sources: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        if dtype == torch.float32:
+            self.parts = dict(parts)
+            return
+        self.parts = {name: copy.deepcopy(part).requires_grad_(False) for name, part in parts.items()}
+        for name, part in self.parts.items():
+            for source, target in zip(parts[name].parameters(), part.parameters(), strict=True):
+                target.data = target.data.to(dtype)
+                self._sources.append(source.detach())
+                self._targets.append(target.data)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)

@@ -1,0 +1,140 @@
+"""MLPs of TD-MPC: Linear → LayerNorm → Mish, with several inputs side by side (nicklashansen/tdmpc2 common/layers.py).
+
+A hidden layer is described by a word: `norm+mish`, `norm+tanh`, `elu` (no norm), `norm+simnorm`, or `plain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rl_lab.components.nn.regional_compile import piece
+from rl_lab.components.nn.simnorm import GROUP, simnorm
+from rl_lab.errors import ConfigError, closest
+
+EPS = 1e-5  # torch's LayerNorm
+STD = 0.02  # initial deviation of every weight: nicklashansen/tdmpc2 common/init.py
+ACTIVATIONS = ("mish", "elu", "tanh", "relu", "simnorm", "plain")
+INITS = ("normal", "orthogonal")
+
+
+def activate(x: torch.Tensor, activation: str, group: int) -> torch.Tensor:
+    """x: (…, F) -> (…, F)."""
+    if activation == "simnorm":
+        return simnorm(x, group)
+    if activation == "plain":
+        return x
+    return torch.tanh(x) if activation == "tanh" else getattr(F, activation)(x)
+
+
+@piece
+def norm_activate(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str, group: int
+) -> torch.Tensor:
+    """LayerNorm over the last axis, then the activation: x (rows, F), weight and bias (F,) -> (rows, F)."""
+    return activate(F.layer_norm(x, x.shape[-1:], weight, bias, EPS), activation, group)
+
+
+def parse_layer(word: str) -> tuple[bool, str]:
+    """`norm+mish` -> (True, "mish")."""
+    norm, _, activation = word.rpartition("+")
+    if activation not in ACTIVATIONS or norm not in ("", "norm"):
+        known = [*ACTIVATIONS, *(f"norm+{name}" for name in ACTIVATIONS)]
+        raise ConfigError(f"no layer is called '{word}'.{closest(word, known)}")
+    return norm == "norm", activation
+
+
+def initialise(weight: torch.Tensor, init: str) -> torch.Tensor:
+    """Fill a weight (out, in): `normal` as TD-MPC2 does, `orthogonal` as TD-MPC did."""
+    if init not in INITS:
+        raise ConfigError(f"no initialisation is called '{init}'.{closest(init, INITS)}")
+    if init == "orthogonal":
+        return nn.init.orthogonal_(weight)
+    return nn.init.trunc_normal_(weight, std=STD)
+
+
+class Layer(nn.Module):
+    """One dense layer on inputs side by side, then norm and activation as the word says.
+
+    The weight is kept in one piece per input: no concatenation, and the widths stay those that matrix units like.
+    """
+
+    weight0: torch.Tensor
+
+    def __init__(
+        self,
+        inputs: Sequence[int],
+        outputs: int,
+        word: str = "plain",
+        *,
+        init: str = "normal",
+        zero: bool = False,
+        group: int = GROUP,
+    ) -> None:
+        super().__init__()
+        self.has_norm, self.activation = parse_layer(word)
+        self.group = group
+        if self.activation == "simnorm" and outputs % group:
+            raise ConfigError(f"a latent of {outputs} does not divide into groups of {group}")
+        joint = torch.empty(outputs, sum(inputs))
+        joint = joint.zero_() if zero else initialise(joint, init)
+        self.parts = len(inputs)
+        for place, part in enumerate(joint.split(list(inputs), 1)):
+            self.register_parameter(f"weight{place}", nn.Parameter(part.clone()))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.norm = nn.LayerNorm(outputs, eps=EPS) if self.has_norm else None
+
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        """parts: (rows, inputs[i]) each -> (rows, outputs)."""
+        assert len(parts) == self.parts, f"a layer of {self.parts} inputs was given {len(parts)}"
+        x = F.linear(parts[0], self.weight0, self.bias)
+        for place in range(1, self.parts):
+            weight = getattr(self, f"weight{place}")
+            # In place: added by the product itself, without a copy of x before it.
+            x = x.addmm_(parts[place].to(x.dtype), weight.t().to(x.dtype))
+        if self.norm is not None:
+            return norm_activate(x, self.norm.weight, self.norm.bias, self.activation, self.group)
+        return activate(x, self.activation, self.group)
+
+
+class NormedMLP(nn.Module):
+    """Layers of `units`, then one of `outputs`: plain, or as `out` says.
+
+    inputs:  widths of the inputs, one after the other
+    hidden:  a word for each hidden layer
+    zero:    the last weights start at zero, so that the first predictions are alike
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[int],
+        units: int,
+        outputs: int,
+        *,
+        hidden: Sequence[str] = ("norm+mish", "norm+mish"),
+        out: str = "plain",
+        init: str = "normal",
+        zero: bool = False,
+        group: int = GROUP,
+    ) -> None:
+        super().__init__()
+        self.inputs = list(inputs)
+        self.outputs = outputs
+        layers: list[Layer] = []
+        widths: Sequence[int] = self.inputs
+        for word in hidden:
+            layers.append(Layer(widths, units, word, init=init, group=group))
+            widths = [units]
+        layers.append(Layer(widths, outputs, out, init=init, zero=zero, group=group))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        """parts: (…, inputs[i]) each, all with the same batch axes -> (…, outputs)."""
+        batch = parts[0].shape[:-1]
+        x: tuple[torch.Tensor, ...] = tuple(part.reshape(-1, part.shape[-1]) for part in parts)
+        for layer in self.layers:
+            x = (layer(*x),)
+        return x[0].view(*batch, self.outputs)

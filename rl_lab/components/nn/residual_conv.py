@@ -1,0 +1,72 @@
+"""Pieces of the convolutional nets that encode and decode frames into tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def group_norm(channels: int, eps: float = 1e-5) -> nn.GroupNorm:
+    """32 groups, or as many as the channels allow: only nets smaller than the published ones have fewer."""
+    return nn.GroupNorm(math.gcd(32, channels), channels, eps=eps)
+
+
+class ResidualConv(nn.Module):
+    """Twice norm, SiLU, 3×3 convolution; beside it the input, through a 1×1 convolution where the width changes."""
+
+    def __init__(self, inputs: int, outputs: int, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = group_norm(inputs, eps), group_norm(outputs, eps)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, inputs, H, W) -> (M, outputs, H, W)."""
+        hidden = self.conv1(F.silu(self.norm1(x)))
+        return self.skip(x) + self.conv2(F.silu(self.norm2(hidden)))
+
+
+class ImageAttention(nn.Module):
+    """Single-head attention between all places of a picture, added to it."""
+
+    def __init__(self, channels: int, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = group_norm(channels, eps)
+        self.query, self.key, self.value, self.project = (nn.Conv2d(channels, channels, 1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, C, H, W) -> the same shape."""
+        normed = self.norm(x)
+        q, k, v = (
+            layer(normed).flatten(2).transpose(1, 2).unsqueeze(1)
+            for layer in (self.query, self.key, self.value)
+        )
+        out = F.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2).unflatten(2, x.shape[2:])
+        return x + self.project(out)
+
+
+class Halve(nn.Module):
+    """A convolution of stride 2. size 3: padded below and on the right only; size 2: not at all."""
+
+    def __init__(self, channels: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.conv = nn.Conv2d(channels, channels, size, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(F.pad(x, (0, 1, 0, 1)) if self.size == 3 else x)
+
+
+class Double(nn.Module):
+    """Nearest neighbours, then a 3×3 convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))

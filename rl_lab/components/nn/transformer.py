@@ -1,0 +1,150 @@
+"""A causal transformer (pre-norm, GELU, as minGPT) with a cache of fixed size, written at places that a tensor names.
+
+The cache never grows or moves: one step is the same kernels at the same addresses, so imagination can be one CUDA
+graph. Positions are the caller's business: they are added to the embeddings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rl_lab.components.nn.precision import product_dtype
+from rl_lab.components.nn.seeded_dropout import seeded_dropout
+from rl_lab.components.nn.token_init import init_token_network
+from rl_lab.errors import ConfigError
+
+State = dict[str, torch.Tensor]
+SEEDS_PER_BLOCK = 3  # dropout of the attention's weights, of its result, of the MLP's result
+
+
+class SelfAttention(nn.Module):
+    """Causal attention over (B, T, D), or over a cache of which only a part is filled."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ConfigError(f"a transformer of width {dim} cannot have {heads} heads: heads must divide it")
+        self.heads, self.rate = heads, dropout
+        self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
+        self.project = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (B, T, D) -> (B, T, D). seeds: (2,) for dropout."""
+        q, k, v = self._split(x)
+        if seeds is None or self.rate == 0.0:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:  # torch's own attention would draw its dropout from a generator of its own
+            length = x.shape[1]
+            hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out = seeded_dropout(weights.to(v.dtype), self.rate, seeds[0]) @ v
+        return seeded_dropout(self._merge(out), self.rate, None if seeds is None else seeds[1])
+
+    def step(
+        self,
+        x: torch.Tensor,  # (B, T, D)
+        keys: torch.Tensor,  # (B, heads, L, D / heads), written in place
+        values: torch.Tensor,
+        place: torch.Tensor,  # (B, T) int64: where in the cache the new ones go
+        hidden: torch.Tensor,  # (B, 1, T, L) bool: what each new one may not see
+    ) -> torch.Tensor:
+        q, k, v = self._split(x)
+        index = place[:, None, :, None].expand(k.shape)
+        keys.scatter_(2, index, k.to(keys.dtype))
+        values.scatter_(2, index, v.to(values.dtype))
+        out = F.scaled_dot_product_attention(q.to(keys.dtype), keys, values, attn_mask=~hidden)
+        return self._merge(out.to(x.dtype))
+
+    def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+
+    def _merge(self, x: torch.Tensor) -> torch.Tensor:
+        return self.project(x.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.rate = dropout
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = SelfAttention(dim, heads, dropout)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), None if seeds is None else seeds[:2])
+        return x + seeded_dropout(self.mlp(self.norm2(x)), self.rate, None if seeds is None else seeds[2])
+
+    def step(
+        self,
+        x: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        place: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        x = x + self.attention.step(self.norm1(x), keys, values, place, hidden)
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """The default sequence backbone: see components/dynamics/sequence_backbone.py for what that must offer.
+
+    dim:     width of embeddings and results
+    length:  tokens that it can look back on: the cache's size
+    dropout: of embeddings, attention and block results; only where seeds are given
+    """
+
+    def __init__(self, *, dim: int, layers: int, heads: int, length: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dim, self.heads, self.length, self.rate = dim, heads, length, dropout
+        self.blocks: Any = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        init_token_network(self)
+        self.seeds = 1 + SEEDS_PER_BLOCK * layers if dropout > 0.0 else 0
+
+    @property
+    def max_length(self) -> int | None:
+        return self.length
+
+    def forward(self, x: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (B, T, dim) -> (B, T, dim). seeds: (self.seeds,) uniform, for dropout; None: no dropout."""
+        use = seeds if self.seeds else None
+        x = seeded_dropout(x, self.rate, None if use is None else use[0])
+        for n, block in enumerate(self.blocks):
+            begin = 1 + SEEDS_PER_BLOCK * n
+            x = block(x, None if use is None else use[begin : begin + SEEDS_PER_BLOCK])
+        return self.norm(x)
+
+    def init_state(self, size: int) -> State:
+        """An empty cache for `size` sequences; every tensor has them first."""
+        device = self.norm.weight.device
+        shape = (size, len(self.blocks), self.heads, self.length, self.dim // self.heads)
+        dtype = product_dtype(device)
+        return {
+            "keys": torch.zeros(shape, dtype=dtype, device=device),
+            "values": torch.zeros(shape, dtype=dtype, device=device),
+            "filled": torch.zeros(size, dtype=torch.int64, device=device),
+        }
+
+    def step(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """T more tokens, (B, T, dim): their results, and the state with them. The cache itself is written in place.
+
+        More than `length` tokens do not fit: the caller begins anew before (what does not fit overwrites the last place).
+        """
+        filled = state["filled"]
+        place = filled[:, None] + torch.arange(x.shape[1], device=x.device)
+        place = place.clamp(max=self.length - 1)
+        hidden = (torch.arange(self.length, device=x.device) > place[..., None]).unsqueeze(1)
+        for n, block in enumerate(self.blocks):
+            x = block.step(x, state["keys"][:, n], state["values"][:, n], place, hidden)
+        return self.norm(x), {**state, "filled": filled + x.shape[1]}

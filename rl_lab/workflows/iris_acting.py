@@ -1,0 +1,211 @@
+"""IRIS and Δ-IRIS without their training: the parts, acting with them, dreaming with them. iris.py adds how they learn."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from rl_lab.components.dynamics.sequence_backbone import copy_state
+from rl_lab.components.nn.precision import autocast, resolve_precision
+from rl_lab.components.representation_learners.tokenizer import to_frames, to_pixels
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, Batch, Dreamed, Imagined
+from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
+from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.iris_settings import IrisSettings
+
+Acted = tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]
+
+
+class IrisActing(WorldModelWorkflow):
+    """Components tokenizer, world_model, return_computer; controller actor_critic."""
+
+    dream_flush = 20  # frames, as IRIS' own play flushes
+
+    def _bind_context(self, context: WorkflowContext) -> None:
+        self.spec = context.spec
+        self.device = torch.device(context.device)
+        self.settings = IrisSettings.from_config(context.config.algorithm)
+        self.tokenizer = context.component("tokenizer", "encode", "decode", "policy_view", "compute_loss")
+        self.world_model = context.component("world_model", "begin", "step", "compute_loss")
+        self.return_computer = context.component("return_computer", "__call__")
+        self.actor_critic = context.controller("actor_critic", "watch", "watch_sequence", "value")
+        precision = str(context.config.training.precision)
+        chosen = self.settings.model_precision if precision == "auto" else precision
+        self.model_dtype = resolve_precision(chosen, self.device)
+        self.autocast = partial(autocast, self.model_dtype, self.device)
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        """Tokenizer and world model must agree, and a dream must fit into the world model's memory."""
+        tokenizer, model, s = self.tokenizer, self.world_model, self.settings
+        for name, theirs, ours in (
+            ("tokens", tokenizer.num_tokens, model.tokens),
+            ("vocab", tokenizer.vocab, model.vocab),
+        ):
+            if theirs != ours:
+                raise ConfigError(
+                    f"the tokenizer has {name} {theirs} and the world model expects {ours}: "
+                    f"set components.world_model.{name}={theirs}"
+                )
+        if s.world_model.batch_length > model.blocks:
+            raise ConfigError(
+                f"algorithm.world_model.batch_length is {s.world_model.batch_length}, and the world model holds "
+                f"{model.blocks} blocks: raise components.world_model.blocks"
+            )
+        shown = 1 if model.context == 1 else s.actor_critic.batch_length + 1
+        if shown + s.imagination_horizon - 1 > model.blocks:
+            raise ConfigError(
+                f"a dream of {s.imagination_horizon} frames after {shown} shown ones does not fit into the world model's "
+                f"{model.blocks} blocks: raise components.world_model.blocks or lower algorithm.imagination_horizon"
+            )
+
+    # ---------------------------------------------------------------- acting
+
+    def initial_policy_state(self, num_envs: int) -> PolicyState:
+        return dict(self.actor_critic.initial_state(num_envs))
+
+    def collect_mode(self, phase: PhaseConfig) -> ActMode:
+        mode = super().collect_mode(phase)
+        return mode if mode.epsilon else ActMode(epsilon=self.settings.collect_epsilon)
+
+    @torch.no_grad()
+    def act(
+        self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
+    ) -> Acted:
+        size = len(is_first)
+        if mode.epsilon >= 1.0:  # purely random: no network is asked
+            return self._random(size, mode), self.initial_policy_state(size), {}
+        with self.autocast():
+            shown = self.tokenizer.policy_view(to_frames(obs[self.tokenizer.key]))
+        keep = (~is_first).float().unsqueeze(-1)
+        memory = {key: policy_state[key] * keep for key in ("h", "c")}
+        action, memory = self._choose(shown.float(), memory, mode)
+        return action, memory, {}
+
+    def _choose(
+        self, frames: torch.Tensor, memory: PolicyState, mode: ActMode
+    ) -> tuple[torch.Tensor, PolicyState]:
+        memory = self.actor_critic.watch(frames, memory)
+        raw, policy = self.actor_critic.raw_policy(memory["h"]), self.actor_critic.policy
+        if mode.sample:
+            noise = torch.rand(len(raw), *policy.noise_shape, generator=mode.generator, device=self.device)
+            action = policy.sample(raw, noise, mode.temperature)
+        else:
+            action = policy.mode(raw)
+        if mode.epsilon > 0.0:
+            chance = torch.rand(len(raw), generator=mode.generator, device=self.device) < mode.epsilon
+            action = torch.where(chance, self._random(len(raw), mode), action)
+        return action, memory
+
+    def _random(self, size: int, mode: ActMode) -> torch.Tensor:
+        # Not `policy.random`: it sends its limits from the host, which a recorded graph must not.
+        choices = self.spec.action.choices[0]
+        noise = torch.rand(size, generator=mode.generator, device=self.device)
+        return (noise * choices).long().clamp(max=choices - 1)
+
+    @torch.no_grad()
+    def inspect_policy(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        h = state["h"] if "h" in state else state["policy/h"]
+        raw = self.actor_critic.raw_policy(h)
+        _, entropy = self.actor_critic.policy.log_prob_and_entropy(raw, self.actor_critic.policy.mode(raw))
+        return {"value": self.actor_critic.value(h), "entropy": entropy}
+
+    # ---------------------------------------------------------------- dreaming
+
+    @torch.no_grad()
+    def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
+        """The policy's memory is that before the last row: `dream_act` looks at it first."""
+        rows = min(
+            batch.reward.shape[1], self.world_model.context or self.settings.actor_critic.batch_length + 1
+        )
+        frames = to_frames(batch.obs[self.tokenizer.key])
+        with self.autocast():
+            shown = self.tokenizer.policy_view(frames.flatten(0, 1)).unflatten(0, frames.shape[:2]).float()
+            state = self.world_model.begin(
+                self.tokenizer, frames[:, -rows:], batch.action[:, -rows:], shown[:, -1]
+            )
+        memory = self.actor_critic.initial_state(len(frames))
+        for t in range(frames.shape[1] - 1):
+            memory = {key: value * (~batch.is_first[:, t, None]) for key, value in memory.items()}
+            memory = self.actor_critic.watch(shown[:, t], memory)
+            if batch.mask is not None:
+                memory = {key: value * batch.mask[:, t, None] for key, value in memory.items()}
+        memory = {key: value * (~batch.is_first[:, -1, None]) for key, value in memory.items()}
+        return {**state, **{f"policy/{key}": value for key, value in memory.items()}}
+
+    @torch.no_grad()
+    def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        return {self.tokenizer.key: to_pixels(state["frame"])}
+
+    @torch.no_grad()
+    def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
+        memory = {key: state[f"policy/{key}"] for key in ("h", "c")}
+        action, memory = self._choose(state["frame"].float(), memory, mode)
+        return action, {**state, **{f"policy/{key}": value for key, value in memory.items()}}
+
+    @torch.no_grad()
+    def dream_step(
+        self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
+    ) -> tuple[PolicyState, Dreamed]:
+        """A memory that is full begins anew from the current frame, each dream for itself."""
+        state = copy_state(
+            state
+        )  # the cache is written in place, and the caller may go on from the given one again
+        with self.autocast():
+            full = self.world_model.full(state)
+            if bool(full.any()):
+                state = self._begin_anew(state, full)
+            noise = torch.rand(
+                len(action), self.world_model.step_noise, generator=generator, device=self.device
+            )
+            state, outcome = self.world_model.step(self.tokenizer, state, action, noise)
+        state = {**state, "frame": state["frame"].float()}
+        return state, Dreamed(
+            outcome.reward.float(), outcome.end_chance.float(), self.dream_observation(state)
+        )
+
+    def _begin_anew(self, state: PolicyState, which: torch.Tensor) -> PolicyState:
+        frame = state["frame"]
+        none = torch.zeros(len(frame), 1, dtype=torch.int64, device=self.device)
+        fresh = self.world_model.begin(self.tokenizer, frame.unsqueeze(1), none, frame)
+        return {
+            key: torch.where(which.view(-1, *[1] * (value.ndim - 1)), fresh[key].to(value.dtype), value)
+            if key in fresh
+            else value
+            for key, value in state.items()
+        }
+
+    @torch.no_grad()
+    def imagine(
+        self,
+        *,
+        horizon: int,
+        batch: Batch | None = None,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Imagined:
+        """A dream of `horizon` steps from the end of each sequence, with sampled actions."""
+        if batch is None:
+            raise ValueError("imagine() needs a batch to start from")
+        state = self.dream_start(batch, generator=generator)
+        mode = ActMode(generator=generator)
+        frames, actions, rewards, cont = [state["frame"]], [], [], []
+        for _ in range(horizon):
+            action, state = self.dream_act(state, mode)
+            state, dreamed = self.dream_step(state, action, generator=generator)
+            frames.append(state["frame"])
+            actions.append(action)
+            rewards.append(dreamed.reward)
+            cont.append(1.0 - dreamed.terminated)
+        nothing = torch.zeros_like(rewards[0])
+        pictures = torch.stack(frames, 1)
+        return Imagined(
+            {"frame": pictures},
+            torch.stack(actions, 1),
+            reward=torch.stack([nothing, *rewards], 1),
+            cont=torch.stack([nothing + 1.0, *cont], 1),
+            obs={self.tokenizer.key: to_pixels(pictures)},
+        )

@@ -1,0 +1,95 @@
+"""The numbers of IRIS and Δ-IRIS, read once from `algorithm.*` into plain attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast
+
+from rl_lab.errors import ConfigError, closest
+
+PADS = ("right", "left", "both")
+
+
+@dataclass(frozen=True)
+class PartSettings:
+    """How one of the three parts is trained: its batches and its step."""
+
+    batch_size: int
+    batch_length: int  # tokenizer: rows; world model: blocks; actor-critic: burn-in rows
+    sampler: str
+    pad: Literal["right", "left", "both"]
+    max_grad_norm: float
+    grad_acc_steps: int
+
+    @classmethod
+    def from_config(cls, name: str, node: Mapping[str, Any]) -> PartSettings:
+        known = [item.name for item in fields(cls)]
+        for key in node:
+            if key not in known:
+                raise ConfigError(f"algorithm.{name} has no '{key}'.{closest(str(key), known)}")
+        missing = [key for key in known if key not in node]
+        if missing:
+            raise ConfigError(
+                f"the config lacks algorithm.{name}.{missing[0]}: see configs/algorithm/iris.yaml"
+            )
+        if node["pad"] not in PADS:
+            raise ConfigError(f"algorithm.{name}.pad is '{node['pad']}'.{closest(str(node['pad']), PADS)}")
+        part = cls(
+            batch_size=int(node["batch_size"]),
+            batch_length=int(node["batch_length"]),
+            sampler=str(node["sampler"]),
+            pad=cast(Literal["right", "left", "both"], str(node["pad"])),
+            max_grad_norm=float(node["max_grad_norm"]),
+            grad_acc_steps=int(node["grad_acc_steps"]),
+        )
+        if part.grad_acc_steps < 1 or part.batch_size % part.grad_acc_steps:
+            raise ConfigError(
+                f"algorithm.{name}: a batch of {part.batch_size} cannot be split into {part.grad_acc_steps} equal shares: "
+                "grad_acc_steps must divide batch_size"
+            )
+        return part
+
+
+@dataclass(frozen=True)
+class IrisSettings:
+    """Meanings and published values stand in configs/algorithm/iris.yaml and delta_iris.yaml."""
+
+    tokenizer: PartSettings
+    world_model: PartSettings
+    actor_critic: PartSettings
+    imagination_horizon: int
+    discount: float
+    entropy: float
+    mask_ended: bool
+    target_rate: float  # of the slow copy; 0: there is none
+    collect_epsilon: float
+    learning_rate: float
+    model_precision: str  # of tokenizer and world model
+
+    @classmethod
+    def from_config(cls, algorithm: Mapping[str, Any]) -> IrisSettings:
+        missing = [item.name for item in fields(cls) if item.name not in algorithm]
+        if missing:
+            raise ConfigError(
+                f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
+                "add `- /algorithm: iris` to the experiment's defaults, which states them all"
+            )
+        names = ("tokenizer", "world_model", "actor_critic")
+        parts = {name: PartSettings.from_config(name, algorithm[name]) for name in names}
+        settings = cls(
+            **parts,
+            imagination_horizon=int(algorithm["imagination_horizon"]),
+            discount=float(algorithm["discount"]),
+            entropy=float(algorithm["entropy"]),
+            mask_ended=bool(algorithm["mask_ended"]),
+            target_rate=float(algorithm["target_rate"]),
+            collect_epsilon=float(algorithm["collect_epsilon"]),
+            learning_rate=float(algorithm["learning_rate"]),
+            model_precision=str(algorithm["model_precision"]),
+        )
+        if settings.imagination_horizon < 2:
+            raise ConfigError(
+                "algorithm.imagination_horizon must be at least 2: the last frame only bootstraps"
+            )
+        return settings

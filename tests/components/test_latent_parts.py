@@ -1,0 +1,154 @@
+"""Small parts of TD-MPC: random shift, running scale, embeddings, encoders, number formats, compiled pieces."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl_lab.components.nn.cast_copy import CastCopy
+from rl_lab.components.nn.latent_heads import TerminationHead
+from rl_lab.components.nn.normed_mlp import NormedMLP
+from rl_lab.components.nn.random_shift import random_shift
+from rl_lab.components.nn.regional_compile import compiling, resolve_compile
+from rl_lab.components.nn.running_scale import RunningScale
+from rl_lab.components.nn.symlog_two_hot import SymlogTwoHot
+from rl_lab.components.nn.task_embedding import TaskEmbedding
+from rl_lab.components.nn.tensor_float import tensor_float
+from rl_lab.components.representation_learners.latent_encoder import LatentEncoder
+from rl_lab.components.representation_learners.latent_image_encoder import LatentImageEncoder
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActionSpec, ArraySpec, Spec
+
+ACTION = ActionSpec("continuous", (2,))
+
+
+def image_spec(size, channels=9):
+    return Spec("picture", {"image": ArraySpec((channels, size, size), "uint8")}, ACTION)
+
+
+def test_shift_moves_by_whole_pixels_and_repeats_the_border():
+    image = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)
+    assert torch.equal(random_shift(image, torch.tensor([[0.5, 0.5]]), 1), image)  # the middle of three moves
+    down_left = random_shift(image, torch.tensor([[0.0, 0.99]]), 1)[0, 0]
+    padded = F.pad(image.float(), (1, 1, 1, 1), mode="replicate")[0, 0]
+    assert torch.equal(down_left.float(), padded[0:4, 2:6])
+    several = random_shift(image.expand(3, 2, 4, 4), torch.tensor([[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]), 1)
+    assert torch.equal(several[1, 1], image[0, 0]) and not torch.equal(several[0], several[2])
+
+
+def test_running_scale_follows_the_range_of_percentiles():
+    scale = RunningScale(rate=0.5)
+    values = torch.linspace(0.0, 10.0, 101)  # percentiles 0.5 and 9.5
+    assert scale.update(values).item() == pytest.approx(0.5 * 1.0 + 0.5 * 9.0)
+    assert RunningScale(rate=1.0).update(torch.zeros(8)).item() == 1.0  # never below 1
+    before = scale.value.clone()
+    scale.update(torch.tensor([float("nan"), 1.0]))
+    assert torch.equal(scale.value, before)
+
+
+def test_task_embedding_is_a_lookup_in_a_ball():
+    spec = Spec("two", {"vector": ArraySpec((3,), "float32"), "task": ArraySpec((2,), "float32")}, ACTION)
+    embedding = TaskEmbedding(spec=spec, width=4)
+    embedding.weight.data[0] = 3.0
+    assert torch.equal(embedding(torch.tensor([[0.0, 1.0]]))[0], embedding.weight[1])
+    small = embedding.weight[1].clone()
+    embedding.project()
+    assert embedding.weight[0].norm().item() == pytest.approx(1.0)
+    assert torch.equal(embedding.weight[1], small)
+    with pytest.raises(ConfigError, match="one task only"):
+        TaskEmbedding(spec=image_spec(16), width=4)
+
+
+def test_state_encoder_joins_what_describes_the_state():
+    observations = {
+        "velocity": ArraySpec((2,), "float32"),
+        "height": ArraySpec((), "float32"),
+        "task": ArraySpec((3,), "float32"),
+        "action_mask": ArraySpec((2,), "float32"),
+    }
+    encoder = LatentEncoder(spec=Spec("walker", observations, ACTION), latent=16, units=8, context=5)
+    assert encoder.keys == ["height", "velocity"]
+    obs = {key: torch.randn(4, 6, *item.shape) for key, item in observations.items()}
+    latent = encoder(obs, torch.randn(4, 6, 5))
+    assert latent.shape == (4, 6, 16)
+    assert torch.allclose(latent.unflatten(-1, (2, 8)).sum(-1), torch.ones(4, 6, 2), atol=1e-5)
+    with pytest.raises(ConfigError, match="tdmpc_pixels"):
+        LatentEncoder(spec=image_spec(16), latent=16, units=8)
+
+
+def test_published_image_encoder_has_no_dense_layer():
+    """64×64, three frames: 29, 13, 6, 4 pixels, 32 channels: 512 numbers, straight into SimNorm."""
+    encoder = LatentImageEncoder(spec=image_spec(64), latent=512)
+    assert encoder.flat == 512 and encoder.out is None
+    convs = [(9, 7), (32, 5), (32, 3), (32, 3)]
+    assert sum(p.numel() for p in encoder.parameters()) == sum(32 * i * k * k + 32 for i, k in convs)
+    images = torch.randint(256, (2, 3, 9, 64, 64), dtype=torch.uint8)
+    assert encoder({"image": images}).shape == (2, 3, 512)
+
+
+def test_image_encoder_shifts_only_where_noise_is_given():
+    encoder = LatentImageEncoder(spec=image_spec(32), latent=16, channels=4, kernels=[3, 3], strides=[2, 2])
+    images = {"image": torch.randint(256, (5, 9, 32, 32), dtype=torch.uint8)}
+    assert torch.equal(encoder(images), encoder(images, noise=torch.full((5, 2), 0.5)))
+    assert not torch.equal(encoder(images), encoder(images, noise=torch.rand(5, 2)))
+    assert encoder.out is not None  # the widths differ, so a layer leads into the latent
+    with pytest.raises(ConfigError, match="too small"):
+        LatentImageEncoder(spec=image_spec(8), latent=16)
+
+
+def test_cast_copy_computes_in_its_own_format_and_catches_up():
+    torch.manual_seed(0)
+    mlp = NormedMLP([8], 16, 4)
+    copies = CastCopy({"mlp": mlp}, torch.bfloat16)
+    x = torch.randn(32, 8)
+    half = copies.parts["mlp"](x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert torch.allclose(half.float(), mlp(x), atol=0.03)
+    for parameter in mlp.parameters():
+        parameter.data += 0.5
+    copies.refresh()
+    assert torch.allclose(copies.parts["mlp"](x.bfloat16()).float(), mlp(x), rtol=0.05, atol=0.2)
+    assert CastCopy({"mlp": mlp}, torch.float32).parts["mlp"] is mlp
+    code = CastCopy({"code": SymlogTwoHot(11)}, torch.bfloat16).parts["code"]
+    assert code.centers.dtype == torch.float32
+
+
+def test_termination_head():
+    head = TerminationHead(latent=4, units=8)
+    logit = head(torch.randn(3, 5, 4))
+    assert logit.shape == (3, 5)
+    expected = F.binary_cross_entropy_with_logits(logit, torch.ones(3, 5))
+    assert torch.allclose(head.loss(logit, torch.ones(3, 5)).mean(), expected)
+
+
+def test_tensor_float_holds_for_a_block_only():
+    before = torch.backends.cuda.matmul.allow_tf32
+    with tensor_float(True):
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+    with tensor_float(False):
+        assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_compile_choices():
+    assert not resolve_compile("auto", "cpu") and resolve_compile("auto", "cuda")
+    assert resolve_compile(True, "cpu") and not resolve_compile("off", "cuda")
+    with pytest.raises(ConfigError, match=r"algorithm\.compile"):
+        resolve_compile("maybe", "cpu")
+
+
+@pytest.mark.learning  # the compiler takes its time
+def test_compiled_pieces_give_the_plain_numbers():
+    mlp = NormedMLP([8, 3], 16, 16, out="norm+simnorm")
+    code = SymlogTwoHot(11)
+    for rows in (5, 7, 5):
+        x, a = torch.randn(rows, 8, requires_grad=True), torch.randn(rows, 3)
+        results = []
+        for on in (False, True):
+            with compiling(on):
+                y = mlp(x, a)
+                loss = (
+                    y[:, 0].sum() + code.loss(y[:, :11], torch.ones(rows)).sum() + code.mean(y[:, :11]).sum()
+                )
+            results.append((y.detach(), *torch.autograd.grad(loss, [x, *mlp.parameters()])))
+        for plain, compiled in zip(*results):
+            assert torch.allclose(plain, compiled, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,139 @@
+"""Tokenizers of frames and of changes, and how wrong a picture is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_lab.components.nn.ema_quantizer import EMAQuantizer
+from rl_lab.components.nn.perceptual import Perceptual
+from rl_lab.components.nn.reconstruction_losses import (
+    AbsoluteError,
+    SquaredPixelError,
+    WorstPixel,
+    weighted_losses,
+)
+from rl_lab.components.nn.vector_quantizer import VectorQuantizer
+from rl_lab.components.representation_learners.delta_tokenizer import DeltaTokenizer
+from rl_lab.components.representation_learners.frame_tokenizer import FrameTokenizer
+from rl_lab.components.representation_learners.tokenizer import frame_key, rounded, to_frames, to_pixels
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
+
+SIDE = 16
+SPEC = Spec("pictures", {"image": ArraySpec((3, SIDE, SIDE), "uint8")}, ActionSpec("discrete", (), (3,)))
+
+
+def make(kind: str):
+    torch.manual_seed(0)
+    losses = {"l2": SquaredPixelError()}
+    if kind == "frame":
+        return FrameTokenizer(SPEC, VectorQuantizer(vocab=16, dim=8), losses, width=4, levels=3, latent=8)
+    return DeltaTokenizer(
+        SPEC, EMAQuantizer(vocab=16, dim=8), losses, width=4, latent=8, frame_width=4, frame_latent=4
+    )
+
+
+def batch_of(rows: int = 3) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (2, rows, 3, SIDE, SIDE), generator=generator).to(torch.uint8)
+    mask = torch.ones(2, rows, dtype=torch.bool)
+    mask[1, -1] = False
+    return Batch({"obs/image": images, "action": torch.randint(3, (2, rows), generator=generator)}, mask=mask)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "tokens"), [("frame", 16), ("delta", 4)])
+def test_frames_become_tokens_and_pictures_again(kind: str, tokens: int):
+    tokenizer = make(kind)
+    frames = torch.rand(5, 2, 3, SIDE, SIDE)
+    action = torch.tensor([0, 1, 2, 0, 1])
+    found = tokenizer.encode(frames[:, 1], frames[:, 0], action)
+    assert tokenizer.num_tokens == tokens and found.shape == (5, tokens)
+    assert found.dtype == torch.int64 and int(found.max()) < tokenizer.vocab
+    shown = tokenizer.decode(found, frames[:, 0], action)
+    assert shown.shape == (5, 3, SIDE, SIDE)
+    assert float(shown.min()) >= 0.0 and float(shown.max()) <= 1.0
+    seen = tokenizer.policy_view(frames[:, 1])
+    if kind == "delta":
+        torch.testing.assert_close(shown, rounded(shown))
+        assert seen is not None and torch.equal(seen, frames[:, 1])
+        other = tokenizer.decode(found, frames[:, 0], (action + 1) % 3)
+        assert not torch.equal(shown, other)  # the action matters
+    else:
+        torch.testing.assert_close(seen, shown)  # the policy is shown what the world model could have dreamed
+
+
+def test_only_a_training_step_moves_an_averaged_codebook():
+    tokenizer, batch = make("delta"), batch_of()
+    before = tokenizer.quantizer.table.clone()
+    tokenizer.compute_loss(batch, torch.rand(16), learn=False)
+    tokenizer.encode(*(to_frames(batch.obs["image"][:, t]) for t in (1, 0)), batch.action[:, 0])
+    assert torch.equal(tokenizer.quantizer.table, before)
+    tokenizer.compute_loss(batch, torch.rand(16))
+    assert not torch.equal(tokenizer.quantizer.table, before)
+
+
+@pytest.mark.parametrize("kind", ["frame", "delta"])
+def test_a_tokenizer_learns_a_few_pictures(kind: str):
+    tokenizer, batch = make(kind), batch_of()
+    batch.columns["obs/image"] = batch.obs["image"] = (batch.obs["image"][..., :1, :1] // 2).expand(
+        2, 3, 3, SIDE, SIDE
+    )
+    optimizer = torch.optim.Adam(tokenizer.parameters(), 3e-3)
+    errors = []
+    for _ in range(60):
+        loss, metrics = tokenizer.compute_loss(batch, torch.rand(16))
+        optimizer.zero_grad()
+        loss.loss_total.backward()
+        optimizer.step()
+        errors.append(float(metrics["pixel_error"]))
+    assert set(loss.intermediate_losses) == {"l2", "quantizer"}
+    assert errors[-1] < 0.3 * errors[0]
+
+
+def test_losses_of_pictures():
+    target = torch.zeros(2, 3, 4, 4)
+    shown = target.clone()
+    shown[0, 1, 2, 3] = 0.5
+    losses = {"l1": AbsoluteError(weight=2.0), "l2": SquaredPixelError(), "worst": WorstPixel(weight=0.5)}
+    found = weighted_losses({**losses, "none": AbsoluteError(weight=0.0)}, shown, target, None)
+    assert set(found) == {"l1", "l2", "worst"}
+    assert float(found["l1"]) == pytest.approx(2.0 * 0.5 / 48 / 2)
+    assert float(found["l2"]) == pytest.approx(0.25 / 48 / 2)
+    assert float(found["worst"]) == pytest.approx(0.5 * 0.25 / 2)
+    masked = weighted_losses(losses, shown, target, torch.tensor([False, True]))
+    assert all(float(value) == 0.0 for value in masked.values())
+
+
+def test_features_compare_pictures_and_are_not_saved(tmp_path):
+    loss = Perceptual(width=2)
+    target = torch.rand(3, 3, 32, 32)
+    assert float(loss(target, target).abs().max()) == 0.0
+    shown = (target + 0.3 * torch.rand(3, 3, 32, 32)).requires_grad_()
+    value = loss(shown, target)
+    assert value.shape == (3,) and bool((value > 0).all())
+    value.sum().backward()
+    assert shown.grad is not None and float(shown.grad.abs().sum()) > 0
+    assert not list(loss.parameters()) and not loss.state_dict()
+    same = Perceptual(width=2)  # random weights are those of the seed
+    torch.testing.assert_close(same(shown.detach(), target), value.detach())
+    names = [name for name, _ in loss.named_buffers() if name not in ("shift", "scale")]
+    torch.save({name: loss.get_buffer(name) * 0.5 for name in names}, tmp_path / "vgg.pt")
+    loaded = Perceptual(width=2, path=str(tmp_path / "vgg.pt"))
+    torch.testing.assert_close(loaded.get_buffer("weight3"), loss.get_buffer("weight3") * 0.5)
+    with pytest.raises(ConfigError, match="no perceptual weights"):
+        Perceptual(path=str(tmp_path / "nothing.pt"))
+
+
+def test_what_cannot_be_tokenized_is_said():
+    vector = Spec("v", {"vector": ArraySpec((3,), "float32")}, SPEC.action)
+    with pytest.raises(ConfigError, match="one picture"):
+        frame_key(vector)
+    wide = Spec("w", {"image": ArraySpec((3, 16, 32), "uint8")}, SPEC.action)
+    with pytest.raises(ConfigError, match="square"):
+        FrameTokenizer(wide, VectorQuantizer(vocab=4, dim=2), {})
+    with pytest.raises(ConfigError, match="tokens_side"):
+        DeltaTokenizer(SPEC, EMAQuantizer(vocab=4, dim=2), {}, width=2, tokens_side=3)
+    pixels = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(to_pixels(to_frames(pixels)), pixels)

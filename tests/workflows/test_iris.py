@@ -1,0 +1,330 @@
+"""IRIS and Δ-IRIS: each hook trains its part and no other, dreams, acting, memory, and what a config may get wrong."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from iris_case import (
+    KINDS,
+    PARTS,
+    changed_parts,
+    hook_batch,
+    hook_noise,
+    make_batch,
+    make_workflow,
+    run_hook,
+    scalars,
+    weights,
+)
+
+from rl_lab.components.controllers.token_imagination import imagine
+from rl_lab.components.dynamics.sequence_backbone import copy_state
+from rl_lab.components.nn.micro_batches import accumulated
+from rl_lab.components.nn.weight_decay import decayed_adamw
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, Batch
+
+HOOKS = {f"update_{name}": name for name in PARTS}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def workflow(request: pytest.FixtureRequest) -> Any:
+    return make_workflow(request.param)
+
+
+@pytest.mark.parametrize("hook", sorted(HOOKS))
+def test_a_hook_trains_its_part_and_no_other(workflow, hook):
+    before = weights(workflow)
+    result = run_hook(workflow, hook)
+    assert changed_parts(before, weights(workflow)) == {HOOKS[hook]}
+    assert all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in result.metrics.values())
+    assert all(torch.isfinite(value) for value in result.metrics.values())
+    assert {"loss", "grad_norm", "nonfinite"} <= set(result.metrics)
+
+
+@pytest.mark.parametrize("hook", sorted(HOOKS))
+def test_a_hook_is_a_function_of_batch_and_noise(hook):
+    first, second = (make_workflow("delta_iris") for _ in range(2))
+    torch.manual_seed(1)
+    one = run_hook(first, hook)
+    torch.manual_seed(2)  # torch's own generator must not matter
+    two = run_hook(second, hook)
+    assert all(torch.equal(one.metrics[key], two.metrics[key]) for key in one.metrics)
+    assert not changed_parts(weights(first), weights(second))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tokenizer", "world_model", "actor_critic"])
+def test_padding_does_not_matter(kind, name):
+    """Whatever stands in padded rows that no valid row comes after, the gradient is the same."""
+    results = []
+    for filler in (0, 200):
+        workflow = make_workflow(kind, "algorithm.tokenizer.pad=right", "algorithm.world_model.pad=right")
+        batch = hook_batch(workflow, f"update_{name}")
+        if name == "actor_critic":
+            batch = make_batch(len(batch.reward), batch.reward.shape[1])
+            batch.mask[:] = True
+        batch.columns["obs/image"][~batch.mask] = filler
+        batch.columns["reward"][~batch.mask] = filler
+        results.append(run_hook(workflow, f"update_{name}", batch=batch).metrics["loss"])
+    torch.testing.assert_close(results[0], results[1])
+
+
+@torch.no_grad()
+def test_frames_after_an_imagined_end_are_marked(workflow):
+    batch = hook_batch(workflow, "update_actor_critic")
+    noise = hook_noise(workflow, "update_actor_critic")
+    noise["model"][:, :, 1] = 1.0
+    noise["model"][0, 0, 1] = 0.0  # the first dream ends with its second frame
+    network = workflow.actor_critic
+    dream = imagine(
+        network,
+        workflow.tokenizer,
+        workflow.world_model,
+        frames=batch.obs["image"].float() / 255,
+        action=batch.action,
+        memory=network.initial_state(2),
+        action_noise=noise["action"],
+        model_noise=noise["model"],
+        autocast=workflow.autocast,
+    )
+    horizon = workflow.settings.imagination_horizon
+    assert dream.frames.shape == (2, horizon, 3, 16, 16)
+    assert dream.ended[0].tolist() == [False, True, False]
+    assert dream.alive[0].tolist() == [True, False, False]
+    assert dream.alive[1].all() and not dream.ended[1].any()
+    assert float(dream.frames.min()) >= 0.0 and float(dream.frames.max()) <= 1.0
+
+
+def test_what_follows_an_imagined_end_teaches_only_where_it_should():
+    """With masking, another ending of the story after its end leaves the loss as it is."""
+
+    def loss(kind: str, seed: int) -> torch.Tensor:
+        workflow = make_workflow(kind, "algorithm.imagination_horizon=5", "algorithm.entropy=0.1")
+        noise = hook_noise(workflow, "update_actor_critic")
+        noise["model"][:, 0, 1] = 0.0  # every dream ends with its second frame
+        noise["action"][:, 2:] = torch.rand(
+            noise["action"][:, 2:].shape, generator=torch.Generator().manual_seed(seed)
+        )
+        batch = hook_batch(workflow, "update_actor_critic")
+        return workflow._actor_critic_step(batch, scalars(workflow), noise).metrics["loss"]
+
+    assert torch.equal(loss("delta_iris", 1), loss("delta_iris", 2))
+    assert not torch.equal(loss("iris", 1), loss("iris", 2))
+
+
+def test_a_dream_from_a_finished_episode_teaches_nothing(workflow):
+    batch = hook_batch(workflow, "update_actor_critic")
+    batch.terminated[:, -1] = True
+    metrics = run_hook(workflow, "update_actor_critic", batch=batch).metrics
+    assert float(metrics["loss"]) == 0.0
+    assert float(metrics["grad_norm"]) == 0.0
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_shares_of_a_batch_give_the_same_gradient(name):
+    workflow = make_workflow("iris")
+    spec = workflow.hooks()[f"update_{name}"].batch
+    batch = make_batch(4, spec.rows)
+    generator = torch.Generator().manual_seed(0)
+    noise = {
+        key: torch.rand((4, *item.shape[1:]), generator=generator)
+        for key, item in workflow.hooks()[f"update_{name}"].noise.items()
+    }
+    part = getattr(workflow, name)
+
+    def loss(share: Batch, numbers: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if name == "tokenizer":
+            found, metrics = part.compute_loss(share)
+        elif name == "world_model":
+            found, metrics = part.compute_loss(share, workflow.tokenizer)
+        else:
+            found, metrics = workflow.policy_loss.compute_loss(
+                share,
+                part,
+                workflow.tokenizer,
+                workflow.world_model,
+                action_noise=numbers["action"],
+                model_noise=numbers["model"],
+            )
+        return found.loss_total, metrics
+
+    gradients, values = [], []
+    for shares in (1, 2, 4):
+        part.zero_grad()
+        value, _ = accumulated(loss, batch, noise, list(part.parameters()), shares)
+        value.backward()
+        values.append(value.detach())
+        gradients.append([torch.zeros(()) if p.grad is None else p.grad.clone() for p in part.parameters()])
+    for other, value in zip(gradients[1:], values[1:]):
+        torch.testing.assert_close(value, values[0], atol=1e-5, rtol=1e-4)
+        for one, two in zip(gradients[0], other):
+            torch.testing.assert_close(
+                one, two if two.ndim == one.ndim else two.expand_as(one), atol=1e-5, rtol=1e-3
+            )
+
+
+def test_grad_acc_steps_must_divide_the_batch():
+    with pytest.raises(ConfigError, match="grad_acc_steps must divide"):
+        make_workflow("iris", "algorithm.world_model.grad_acc_steps=3")
+    workflow = make_workflow("iris", "algorithm.world_model.grad_acc_steps=2")
+    before = weights(workflow)
+    run_hook(workflow, "update_world_model")
+    assert changed_parts(before, weights(workflow)) == {"world_model"}
+
+
+def test_only_matrices_decay():
+    workflow = make_workflow("delta_iris")
+    groups = workflow.optimizers["world_model"].param_groups
+    named = {id(p): name for name, p in workflow.world_model.named_parameters()}
+    rates = {named[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
+    assert set(rates) == set(named.values())
+    for name, rate in rates.items():
+        spared = "bias" in name or "norm" in name or "table" in name or rate == 0.0
+        assert (rate == 0.0) == spared, name
+    assert rates["backbone.blocks.0.mlp.0.weight"] == rates["frame_net.layers.0.weight"] == 0.01
+    assert rates["token_table.weight"] == rates["backbone.norm.weight"] == 0.0
+    assert len(decayed_adamw([torch.nn.Parameter(torch.zeros(2))], lr=1.0).param_groups) == 1
+
+
+# ---------------------------------------------------------------- acting and dreaming
+
+
+def acted(workflow, mode: ActMode, rows: int = 3, seed: int = 0):
+    batch = make_batch(2, rows, seed=seed)
+    state, actions = workflow.initial_policy_state(2), []
+    for t in range(rows):
+        obs = {"image": batch.obs["image"][:, t]}
+        action, state, extras = workflow.act(obs, state, torch.tensor([t == 0] * 2), mode)
+        assert extras == {}
+        actions.append(action)
+    return torch.stack(actions, 1), state
+
+
+def test_acting_remembers_and_forgets_at_an_episodes_start(workflow):
+    _, state = acted(workflow, ActMode(sample=False))
+    obs = {"image": make_batch(2, 1, seed=5).obs["image"][:, 0]}
+    _, fresh, _ = workflow.act(
+        obs, workflow.initial_policy_state(2), torch.tensor([True, True]), ActMode(sample=False)
+    )
+    _, mixed, _ = workflow.act(obs, state, torch.tensor([True, False]), ActMode(sample=False))
+    torch.testing.assert_close(mixed["h"][0], fresh["h"][0])
+    assert not torch.allclose(mixed["h"][1], fresh["h"][1])
+
+
+def test_acting_draws_from_the_given_generator_alone(workflow):
+    def actions(epsilon: float) -> torch.Tensor:
+        return acted(workflow, ActMode(epsilon=epsilon, generator=torch.Generator().manual_seed(3)), rows=6)[
+            0
+        ]
+
+    for epsilon in (0.0, 0.5, 1.0):
+        assert torch.equal(actions(epsilon), actions(epsilon))
+    assert workflow.collect_mode({}).epsilon == workflow.settings.collect_epsilon
+    assert workflow.collect_mode({"collect": {"policy": "random"}}).epsilon == 1.0
+    seen = workflow.inspect_policy(acted(workflow, ActMode(sample=False))[1])
+    assert set(seen) == {"value", "entropy"} and seen["value"].shape == (2,)
+
+
+def test_the_memory_of_acting_is_that_of_burn_in(workflow):
+    """What the policy remembers in the environment is what training gives it before a dream."""
+    batch = make_batch(2, 4)
+    state = workflow.initial_policy_state(2)
+    for t in range(3):
+        obs = {"image": batch.obs["image"][:, t]}
+        _, state, _ = workflow.act(obs, state, torch.tensor([t == 0] * 2), ActMode(sample=False))
+    start = workflow.dream_start(batch)
+    torch.testing.assert_close(start["policy/h"], state["h"], atol=1e-5, rtol=1e-4)
+
+
+def test_dreams_go_on_longer_than_the_memory_and_from_any_state_twice(workflow):
+    batch = make_batch(2, 2)
+    state = workflow.dream_start(batch)
+    assert all(len(value) == 2 for value in state.values())
+    assert workflow.can_dream and workflow.dream_flush == 20
+    shapes = {key: value.shape for key, value in state.items()}
+    for t in range(workflow.world_model.blocks + 3):
+        action, state = workflow.dream_act(state, ActMode(generator=torch.Generator().manual_seed(t)))
+        kept = copy_state(state)
+        state, dreamed = workflow.dream_step(state, action, generator=torch.Generator().manual_seed(t))
+        again, _ = workflow.dream_step(kept, action, generator=torch.Generator().manual_seed(t))
+        assert all(torch.equal(state[key], again[key]) for key in state)
+        assert {key: value.shape for key, value in state.items()} == shapes
+        assert dreamed.obs["image"].dtype == torch.uint8 and dreamed.obs["image"].shape == (2, 3, 16, 16)
+        assert dreamed.reward.shape == (2,) and bool(
+            ((dreamed.terminated >= 0) & (dreamed.terminated <= 1)).all()
+        )
+    assert bool((state["position"] <= workflow.world_model.length).all())
+    dream = workflow.imagine(horizon=3, batch=batch, generator=torch.Generator().manual_seed(0))
+    assert dream.obs["image"].shape == (2, 4, 3, 16, 16) and dream.reward.shape == dream.cont.shape == (2, 4)
+
+
+def test_the_report_changes_nothing_and_repeats_itself(workflow):
+    batch = hook_batch(workflow, "update_world_model")
+    before = weights(workflow)
+    first, second = workflow.report(batch), workflow.report(batch)
+    assert not changed_parts(before, weights(workflow))
+    assert first.keys() == second.keys()
+    assert (
+        first["reconstruction/image"].shape == (3, 32, 32)
+        and first["reconstruction/image"].dtype == torch.uint8
+    )
+    assert first["imagination/image"].shape == (21, 3, 16, 32)
+    for key, value in first.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(second[key]))
+
+
+# ---------------------------------------------------------------- memory of the run, and configs
+
+
+def test_the_slow_copy_follows_and_is_remembered():
+    workflow = make_workflow("delta_iris")
+    for seed in range(3):
+        run_hook(workflow, "update_actor_critic", seed=seed)
+    slow = dict(workflow.slow.network.named_buffers())
+    moved = [not torch.equal(slow[name], p) for name, p in workflow.actor_critic.named_parameters()]
+    assert any(moved)
+    other = make_workflow("delta_iris")
+    other.set_state(workflow.get_state())
+    for name, value in other.slow.network.named_buffers():
+        assert torch.equal(value, slow[name])
+    assert make_workflow("iris").slow is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["algorithm.size.tokens=9"], "tokens 4 and the world model expects 9"),
+        (["algorithm.blocks=2"], "blocks"),
+        (["algorithm.world_model.batch_length=2", "algorithm.blocks=2"], "does not fit"),
+        (["algorithm.imagination_horizon=1"], "at least 2"),
+        (["algorithm.tokenizer.pad=middle"], "'middle'"),
+        (["+algorithm.tokenizer.bach_size=3"], "'bach_size'"),
+        (["algorithm.size.levels=6"], "cannot be halved"),
+    ],
+)
+def test_what_does_not_fit_is_said(words, message):
+    with pytest.raises(ConfigError, match=message):
+        make_workflow("iris", *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["components/backbone@components.world_model.backbone=gru"],
+        ["components/quantizer@components.tokenizer.quantizer=fsq", "algorithm.size.codes=512"],
+        ["+components/reconstruction_loss@components.tokenizer.losses.worst=worst_pixel"],
+        [
+            "+components/reconstruction_loss@components.tokenizer.losses.perceptual=perceptual",
+            "components.tokenizer.losses.perceptual.width=2",
+        ],
+    ],
+)
+def test_parts_are_swapped_by_config(words):
+    workflow = make_workflow("iris", *words)
+    run = partial(run_hook, workflow)
+    for hook in HOOKS:
+        assert torch.isfinite(run(hook).metrics["loss"])
