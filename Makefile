@@ -28,6 +28,7 @@ format: $(VENV)/.dev
 # The pictures that the documentation shows, made anew.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/make_env_pictures.py
+	$(BIN)/python docs/make_report_pictures.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -9,18 +9,21 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from rl_lab.environments.make import env_config_options, make_env, probe_spec
+from rl_lab.build_environments import build_evaluator, population_environment, training_environment
+from rl_lab.build_environments import environment_spec as environment_spec
+from rl_lab.environments.make import env_config_options
 from rl_lab.errors import ConfigError, LabError, closest
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.orchestration.cadence import EVERY_KEYS, Every, reject_unknown_keys
 from rl_lab.orchestration.collector import Collector
-from rl_lab.orchestration.evaluator import Evaluator
+from rl_lab.orchestration.evolution import Generations
 from rl_lab.orchestration.hook_runner import HookRunner
 from rl_lab.orchestration.orchestrator import Cadences, Orchestrator, Settings
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
@@ -50,11 +53,9 @@ class Run:
     def close(self) -> None:
         if self.context.train_environment is not None:
             self.context.train_environment.close()
-
-
-def environment_spec(config: DictConfig) -> Spec:
-    """Shapes of the config's environment, from one that is made and closed."""
-    return probe_spec(**env_config_options(_plain(config.environment)))
+        for buffer in self.context.buffers.values():
+            if hasattr(buffer, "close"):  # it keeps files open
+                buffer.close()
 
 
 # ---------------------------------------------------------------- parts
@@ -133,9 +134,18 @@ def build_optimizers(
 
 
 def build_buffers(
-    config: DictConfig, spec: Spec, extras: Mapping[str, Any], device: torch.device
+    config: DictConfig,
+    spec: Spec,
+    extras: Mapping[str, Any],
+    device: torch.device,
+    *,
+    home: Path | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Buffers of the config; the `eval` one has a stream per evaluation environment."""
+    """Buffers of the config; the `eval` one has a stream per evaluation environment.
+
+    home: folder of the run in which buffers may keep files, each in one of its own name
+    """
     columns = {**spec.row_columns(), **extras}
     buffers = {}
     for name, node in config.buffers.items():
@@ -148,6 +158,8 @@ def build_buffers(
             num_streams=int(options.get("num_envs", 1)),
             device=device,
             mutable=tuple(extras),
+            home=None if home is None else home / str(name),
+            on_warning=say,
         )
     return buffers
 
@@ -186,10 +198,9 @@ def build_run(
     components, controllers = build_parts(config, spec, device)
     optimizers = build_optimizers(config, components, controllers)
     workflow = build_workflow(config)
-    options = env_config_options(_plain(config.environment))
     # The Collector copies what it keeps; a workflow that steps by itself is given arrays of its own.
     steps_itself = type(workflow).collect_step is not WorldModelWorkflow.collect_step
-    environment = make_env(**options, seed=derive_seed(seed, "train"), copy=steps_itself)
+    environment = training_environment(config, spec, copy=steps_itself, logger=logger, say=say)
     collector = Collector(
         environment,
         device=device,
@@ -218,7 +229,8 @@ def build_run(
     workflow.attach(context)
     workflow.initialize(context)
     # The buffers' columns depend on what the workflow stores beside the row, so they are filled in after it.
-    buffers.update(build_buffers(config, spec, workflow.policy_columns(), device))
+    home = checkpoints.folder.parent / "buffers" if checkpoints is not None else None
+    buffers.update(build_buffers(config, spec, workflow.policy_columns(), device, home=home, say=say))
     collector.rows_on_host |= any(getattr(b, "on_host", False) for b in buffers.values())
 
     hooks = workflow.hooks()
@@ -258,6 +270,7 @@ def build_run(
             stopwatch=stopwatch,
             frames_per_step=spec.action_repeat,
             total_steps=total,
+            gauges=lambda: {"collect/env_restarts": environment.restarts},
         ),
         run_state=RunState(
             workflow=workflow,
@@ -281,21 +294,13 @@ def build_run(
             ),
         ),
         checkpoints=checkpoints,
-        evaluator=build_evaluator(config, device),
-        make_population_environment=lambda: make_env(**options, seed=derive_seed(seed, "population")),
+        evaluator=build_evaluator(config, device, normalizer=environment.normalizer, say=say),
+        generations=Generations(
+            functools.partial(population_environment, config, environment, say), seed=seed, say=say
+        ),
         say=say,
     )
     return Run(config, spec, context, workflow, orchestrator)
-
-
-def build_evaluator(config: DictConfig, device: torch.device, **changes: Any) -> Evaluator:
-    """Evaluation with `environment.eval.*` settings; `changes` are further make_env options."""
-    options = {**env_config_options(_plain(config.environment), evaluation=True), **changes}
-
-    def make(seed: int, render: bool) -> Any:
-        return make_env(**{**options, "seed": seed, "render": render, "copy": False})
-
-    return Evaluator(make, device=device, seed=int(config.experiment.seed))
 
 
 def build_cadences(training: DictConfig) -> Cadences:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
-from rl_lab.errors import LabError, closest
+from rl_lab.errors import LabError, closest, unexpected
 
 # verb -> (module with add_arguments and main, one line of help)
 VERBS = {
     "train": ("rl_lab.tools.train", "train an experiment: rl-lab train +experiment=NAME key=value …"),
     "resume": ("rl_lab.tools.resume", "go on with a run: rl-lab resume RUN [key=value …]"),
     "eval": ("rl_lab.tools.evaluate", "play evaluation episodes with a trained agent"),
-    "play": ("rl_lab.tools.play", "watch the agent, or play in its dream (not in this version yet)"),
-    "report": ("rl_lab.tools.report", "curves and one HTML page from runs"),
+    "play": ("rl_lab.tools.play", "watch the agent, or play in its dream: rl-lab play RUN [-w] [--web]"),
+    "report": (
+        "rl_lab.tools.report",
+        "curves, scores and dreams of runs as one HTML page; --serve keeps it live",
+    ),
     "collect": ("rl_lab.tools.collect", "store episodes of a policy as a data set (not in this version yet)"),
     "bench": ("rl_lab.tools.bench", "measure a part of the lab: rl-lab bench loop"),
     "list": ("rl_lab.tools.listing", "experiments, workflows, components, environments, sizes"),
     "doctor": ("rl_lab.tools.doctor", "what this machine has, and the line that installs what is missing"),
 }
-COMING = ("play", "collect")
+COMING = ("collect",)
 
 
 def help_text() -> str:
@@ -60,11 +65,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except RuntimeError as error:
-        if debug or "out of memory" not in str(error):
+    except Exception as error:
+        if debug:
             raise
-        print(f"error: {_out_of_memory(error)}", file=sys.stderr)
+        print(f"error: {_out_of_memory(error) or unexpected(error)}", file=sys.stderr)
         return 1
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes in arguments are errors like any other: one message, with the closest right spelling."""
+
+    def error(self, message: str) -> NoReturn:
+        options = [option for action in self._actions for option in action.option_strings]
+        wrong = re.search(r"unrecognized arguments: (-\S+)", message)
+        hint = closest(wrong[1].partition("=")[0], options) if wrong else ""
+        raise LabError(f"{message}.{hint} {self.prog} --help says what it takes")
 
 
 def _run_verb(verb: str, words: list[str]) -> int:
@@ -73,22 +88,18 @@ def _run_verb(verb: str, words: list[str]) -> int:
     if verb in COMING:
         raise LabError(f"rl-lab {verb} is not in this version yet")
     module = import_module(VERBS[verb][0])
-    parser = argparse.ArgumentParser(prog=f"rl-lab {verb}", description=VERBS[verb][1])
+    parser = Parser(prog=f"rl-lab {verb}", description=VERBS[verb][1], allow_abbrev=False)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     module.add_arguments(parser)
     return int(module.main(parser.parse_args(words)))
 
 
-def _out_of_memory(error: RuntimeError) -> str:
-    import torch
-
-    peak = ""
-    if torch.cuda.is_available():
-        peak = f" Peak so far: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB."
-    first = str(error).splitlines()[0]
-    return (
-        f"out of memory: {first}{peak} Turn down algorithm.batch_size or batch_length, choose a smaller size=, "
-        "keep replay in host memory (buffers.replay.storage=host), or set training.precision=bfloat16"
-    )
+def _out_of_memory(error: Exception) -> str:
+    """For verbs that do not train (training says more); "" for any other error."""
+    if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+        return ""
+    text = str(error).splitlines()[0] if str(error) else "the machine has no memory left"
+    return f"out of memory: {text} Choose --device cpu where the verb has it, or free the device"
 
 
 if __name__ == "__main__":

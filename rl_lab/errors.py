@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class LabError(Exception):
@@ -26,6 +28,14 @@ class RunLockedError(LabError):
     """Another process is working in this run folder."""
 
 
+class EnvironmentFaultError(LabError):
+    """Environments failed more often than may be borne; the message has the last failure, in its own words."""
+
+
+class OutOfMemoryError(LabError):
+    """The device has no memory left; the message says what holds it and what to turn down."""
+
+
 def closest(name: str, known: Iterable[str], limit: int = 3) -> str:
     """A sentence for an unknown name: the nearest known ones, then the list (shortened when long)."""
     names = sorted({str(item) for item in known})
@@ -33,3 +43,19 @@ def closest(name: str, known: Iterable[str], limit: int = 3) -> str:
     hint = f" Did you mean {' or '.join(repr(item) for item in near)}?" if near else ""
     shown = ", ".join(names[:30]) + (f", … ({len(names)} in all)" if len(names) > 30 else "")
     return f"{hint} Known: {shown or 'none'}."
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An exception of anyone's as "KeyError: 'name'": its type and the first line of its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    if len(text) > limit:
+        text = text[: limit - 1] + "…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def unexpected(error: BaseException) -> str:
+    """One message for an exception that nobody foresaw: what it is, and where it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"unexpected {one_line(error)}{place}; --debug shows the traceback"

@@ -128,8 +128,10 @@ class BatchSpec:
     boundary: "cross"  sequences run over episode ends, `is_first` marks where;
               "within" sequences lie inside one episode;
               "pad"    sequences start (pad="right") or end (pad="left") anywhere and stop at the episode's
-                       border; what lies beyond is zero and `mask` is False there.
-    sampler:  "uniform", "online" (fresh sequences first, then uniform), or a name the buffer offers.
+                       border; what lies beyond is zero and `mask` is False there. pad="both" lays the window at random
+                       around any row (buffers/episodes only).
+    sampler:  "uniform", "online" (fresh sequences first, then uniform), or a name the buffer offers; behind a colon
+              the consumer for whom it remembers ("episodes:world_model").
     keys:     columns to fetch; None fetches all.
     """
 
@@ -137,7 +139,7 @@ class BatchSpec:
     length: int
     context: int = 0
     boundary: Literal["cross", "within", "pad"] = "cross"
-    pad: Literal["right", "left"] = "right"
+    pad: Literal["right", "left", "both"] = "right"
     sampler: str = "uniform"
     keys: tuple[str, ...] | None = None
 
@@ -265,6 +267,20 @@ class Dreamed:
     reward: torch.Tensor  # (B,) float32
     terminated: torch.Tensor  # (B,) float32, probability that the episode ends here
     obs: dict[str, torch.Tensor] = field(default_factory=dict)  # decoded, as stored; empty without a decoder
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """When a candidate's rollout is hopeless and is ended.
+
+    patience: steps without a reward above `reward_above`; 0: rollouts are never ended
+    horizon:  steps of a whole episode. The steps that a rollout ended early has left are taken to bring what its last
+              `patience` steps brought on average, so that ending it changes little of its return; 0: they bring nothing
+    """
+
+    patience: int = 0
+    reward_above: float = 0.0
+    horizon: int = 0
 
 
 @dataclass(frozen=True)

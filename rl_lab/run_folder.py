@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_lab.errors import ConfigError, LabError
+from rl_lab.errors import ConfigError, LabError, one_line
 from rl_lab.records import Spec
 from rl_lab.utils.files import read_json, write_json_atomic
 
@@ -40,6 +40,10 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def spec_file(self) -> Path:
+        return self.path / "config" / "spec.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -72,7 +76,7 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
         for name in MEDIA:
             (self.media / name).mkdir(parents=True, exist_ok=True)
-        write_json_atomic(self.path / "config" / "spec.json", spec.to_dict())
+        write_json_atomic(self.spec_file, spec.to_dict())
         (self.path / "config" / "overrides.txt").write_text("\n".join(overrides) + "\n")
         (self.path / "code.txt").write_text(code_state())
         self._write_scripts()
@@ -84,15 +88,30 @@ class RunFolder:
     def load_config(self) -> DictConfig:
         from omegaconf import DictConfig, OmegaConf
 
+        from rl_lab.compose import check_targets, to_plain
+        from rl_lab.config_checks import check_values
+
         if not self.exists():
             raise LabError(f"{self.path} is not a run folder: it has no config.yaml")
-        config = OmegaConf.load(self.config_file)
-        assert isinstance(config, DictConfig)
+        try:
+            config = OmegaConf.load(self.config_file)
+        except Exception as error:  # YAML, OmegaConf, the disk and the encoding each have their own
+            raise ConfigError(f"{self.config_file} is damaged: {one_line(error)}") from error
+        if not isinstance(config, DictConfig) or not config:
+            raise ConfigError(f"{self.config_file} is damaged: it holds no config")
+        check_targets(config)
+        try:
+            check_values(to_plain(config))
+        except ConfigError as error:
+            raise ConfigError(f"{self.config_file} is damaged: {error}") from error
         OmegaConf.set_struct(config, True)
         return config
 
     def load_spec(self) -> Spec:
-        return Spec.from_dict(read_json(self.path / "config" / "spec.json"))
+        try:
+            return Spec.from_dict(read_json(self.spec_file))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{self.spec_file} is damaged: {one_line(error)}") from error
 
     def discard_if_unused(self) -> None:
         """Remove the folder of a run that failed before it did anything: a mistake in a config is no run."""
@@ -105,7 +124,7 @@ class RunFolder:
         python = sys.executable
         shims = {
             "resume.sh": f'#!/usr/bin/env bash\nexec "{python}" -m rl_lab resume "$(dirname "$0")/.." "$@"\n',
-            "play.sh": f'#!/usr/bin/env bash\nexec "{python}" -m rl_lab play "$(dirname "$0")/.." "$@"\n',
+            "play.sh": f'#!/usr/bin/env bash\nexec "{python}" -m rl_lab.tools.play.shell "$(dirname "$0")/.." "$@"\n',
             "eval.py": (
                 '"""Evaluate this run: python scripts/eval.py [--episodes N …]"""\n\n'
                 "import sys\nfrom pathlib import Path\n\nfrom rl_lab.cli import main\n\n"

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rl_lab.build import Run, build_run, environment_spec
-from rl_lab.compose import compose_config, resolve_config
-from rl_lab.errors import CheckpointError, ConfigError, LabError
+from rl_lab.compose import change_key, compose_config, resolve_config, select, to_plain
+from rl_lab.config_checks import check_config
+from rl_lab.errors import CheckpointError, ConfigError, LabError, unexpected
+from rl_lab.orchestration.device_memory import is_out_of_memory, out_of_memory
 from rl_lab.orchestration.profiling import Trace
+from rl_lab.records import Spec
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
+from rl_lab.saved_config import SAFE_ON_RESUME, check_same_config, check_same_spec, is_safe
 from rl_lab.utils.checkpoint import CheckpointManager, Loaded, partial_load
 from rl_lab.utils.files import RunLock
 from rl_lab.utils.logger import ExperimentLogger
 from rl_lab.utils.progress import Progress
-
-# What may differ when a run is resumed: how long and how visibly it runs, not what it computes.
-SAFE_ON_RESUME = (
-    "training.total_timesteps",
-    "training.log",
-    "training.evaluate",
-    "training.report",
-    "training.checkpoint",
-    "training.on_nonfinite",
-    "training.on_save_failure",
-    "training.profile",
-    "training.resume_path",
-    "training.threads",
-    "experiment.device",
-    "logging",
-    "wandb",
-    "environment.workers",
-    "buffers.*.storage",
-    "buffers.*.folder",
-    "buffers.offline.path",
-    "environment.eval",
-    "run_dir",
-    "output_root",
-)
 
 
 @dataclass
@@ -79,18 +60,19 @@ def train_config(
     config: DictConfig, overrides: Sequence[str] = (), *, say: Callable[[str], None] = print
 ) -> RunResult:
     """Train a composed config in a new run folder; an existing `run_dir` is resumed."""
-    if config.run_dir:
-        folder = RunFolder(str(config.run_dir))
-        if folder.exists():
-            return _resume_same(folder, config, say)
+    run_dir = _run_dir(config)
+    if run_dir is not None and run_dir.exists():
+        return _resume_same(run_dir, config, say)
     spec = environment_spec(config)
     resolve_config(config, spec)
-    folder = (
-        RunFolder(str(config.run_dir)) if config.run_dir else new_run_folder(output_root(config.output_root))
-    )
-    folder.path.mkdir(parents=True, exist_ok=True)
+    folder = run_dir or new_run_folder(output_root(config.output_root))
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run folder {folder.path}: {error}") from error
     with RunLock(folder.path):
-        folder.create(config, spec, list(overrides))
+        with _writing(folder):
+            folder.create(config, spec, list(overrides))
         try:
             return _run(folder, config, say)
         except LabError:
@@ -107,20 +89,19 @@ def resume(
     before = OmegaConf.to_container(config)
     for word in overrides:
         path, _, value = word.lstrip("+").partition("=")
-        if OmegaConf.select(config, path, default="_missing_") == "_missing_":
-            raise ConfigError(f"the run's config has no key '{path}'")
-        OmegaConf.update(config, path, _parse(value))
+        change_key(config, path, value)
     return _resume_changed(folder, before, config, say)
 
 
-def _plain(node: DictConfig) -> Any:
-    return OmegaConf.to_container(node, resolve=True)
-
-
-def _parse(value: str) -> Any:
-    import yaml
-
-    return yaml.safe_load(value) if value else None
+def _run_dir(config: DictConfig) -> RunFolder | None:
+    """The folder that the config fixes; None for a new one."""
+    value = select(config, "run_dir")
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"run_dir must be a path or null, not {value!r}")
+    try:
+        return RunFolder(value) if value else None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"run_dir={value!r} is no path: {error}") from error
 
 
 def _resume_same(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
@@ -133,10 +114,11 @@ def _resume_same(folder: RunFolder, config: DictConfig, say: Callable[[str], Non
 def _resume_changed(
     folder: RunFolder, before: Any, config: DictConfig, say: Callable[[str], None]
 ) -> RunResult:
-    after: Any = OmegaConf.to_container(config)
+    after: Any = to_plain(config)
+    check_config(after)
     differences = describe_differences(before, after)
     for path, (old, new) in sorted(differences.items()):
-        if not any(fnmatch(path, safe) or fnmatch(path, f"{safe}.*") for safe in SAFE_ON_RESUME):
+        if not is_safe(path):
             raise ConfigError(
                 f"{path} was {old!r} in this run and cannot become {new!r} on resume; "
                 f"safe to change: {', '.join(SAFE_ON_RESUME)}. For anything else start a new run "
@@ -150,41 +132,31 @@ def _resume_changed(
 
 def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
     """Build, restore what there is, run, and say where everything lies. The caller holds the lock."""
+    say = _undisturbed(say)
     keep = config.training.checkpoint
     checkpoints = CheckpointManager(
-        folder.checkpoints, keep=int(keep.keep), keep_weights=int(keep.keep_weights), on_warning=say
+        folder.checkpoints,
+        keep=int(keep.keep),
+        keep_weights=int(keep.keep_weights),
+        on_damaged_replay=str(config.training.get("on_damaged_replay", "older")),
+        on_warning=say,
     )
-    explicit = config.training.resume_path
-    loaded: Loaded | None = None
-    if checkpoints.has_any():  # of this run: where it stands counts more than where it came from
-        loaded = checkpoints.load()
-    elif explicit:
-        loaded = CheckpointManager.load_file(Path(str(explicit)), on_warning=say)
-        if "phase_state" not in loaded.state:
-            raise CheckpointError(
-                f"{explicit} holds weights only, so there is no training to resume; "
-                f"load.path={explicit} starts a new run from them"
-            )
-    logger = ExperimentLogger(
-        folder.path,
-        tensorboard=bool(config.logging.tensorboard),
-        wandb_mode=str(config.wandb.mode),
-        wandb_options={"project": config.wandb.project, "name": config.experiment.name},
-        resume_step=loaded.step if loaded else None,
-        resume_bytes=int(loaded.info.get("metrics_bytes", 0)) if loaded else 0,
-    )
+    loaded = _find_start(folder, config, checkpoints, say)
+    with _writing(folder):
+        logger = ExperimentLogger(
+            folder.path,
+            tensorboard=bool(config.logging.tensorboard),
+            wandb_mode=str(config.wandb.mode),
+            wandb_options={"project": config.wandb.project, "name": config.experiment.name},
+            resume_step=loaded.step if loaded else None,
+            resume_bytes=int(loaded.info.get("metrics_bytes", 0)) if loaded else 0,
+        )
     progress = Progress(mode=str(config.logging.progress), title=str(config.experiment.name))
     run = None
     try:
         say(f"run folder: {folder.path}")
-        run = build_run(
-            config,
-            folder.load_spec(),
-            logger=logger,
-            checkpoints=checkpoints,
-            progress=progress,
-            say=progress.say,
-        )
+        run = _build(config, folder.load_spec(), logger, checkpoints, progress)
+        run.orchestrator.info = {"config": to_plain(config), "spec": run.spec.to_dict()}
         if config.load.path:
             _load_weights(config, run)
         if loaded is not None:
@@ -198,6 +170,13 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
         _describe_memory(run, say)
         with progress:
             run.orchestrator.run()
+    except LabError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(error, run.orchestrator if run else None) from error
+        _keep_traceback(folder, error, say)
+        raise
     finally:
         logger.close()
         if run is not None:
@@ -205,14 +184,81 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
     return _finish(folder, run, say)
 
 
+@contextlib.contextmanager
+def _writing(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LabError(f"the run folder {folder.path} cannot be written: {error}") from error
+
+
+def _undisturbed(say: Callable[[str], None]) -> Callable[[str], None]:
+    """A closed pipe, or a log file on a full disk, must not end the run."""
+
+    def speak(text: str) -> None:
+        with contextlib.suppress(OSError):
+            say(text)
+
+    return speak
+
+
+def _build(
+    config: DictConfig, spec: Spec, logger: Any, checkpoints: CheckpointManager, progress: Progress
+) -> Run:
+    """Whatever stops a run from being built is the config's doing, or that of a part it names."""
+    try:
+        return build_run(
+            config, spec, logger=logger, checkpoints=checkpoints, progress=progress, say=progress.say
+        )
+    except LabError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(f"the run cannot be built from this config: {unexpected(error)}") from error
+
+
+def _find_start(
+    folder: RunFolder, config: DictConfig, checkpoints: CheckpointManager, say: Callable[[str], None]
+) -> Loaded | None:
+    """The checkpoint that training goes on from; None for a new run."""
+    if checkpoints.has_any():  # of this run: where it stands counts more than where it came from
+        loaded = checkpoints.load()
+        check_same_config(folder.config_file, loaded.info.get("config"), to_plain(config))
+        check_same_spec(folder.spec_file, loaded.info.get("spec"), folder.load_spec())
+        return loaded
+    path = config.training.resume_path
+    if not path:
+        return None
+    loaded = CheckpointManager.load_file(Path(str(path)), on_warning=say)
+    if "phase_state" not in loaded.state:
+        raise CheckpointError(
+            f"{path} holds weights only, so there is no training to resume; "
+            f"load.path={path} starts a new run from them"
+        )
+    return loaded
+
+
+def _keep_traceback(folder: RunFolder, error: Exception, say: Callable[[str], None]) -> None:
+    """The command line shows one line of it; whoever comes in the morning needs all."""
+    file = folder.path / "error.txt"
+    with contextlib.suppress(OSError):
+        file.write_text("".join(traceback.format_exception(error)))
+        say(f"the run failed; the whole traceback is in {file}")
+
+
 def _load_weights(config: DictConfig, run: Run) -> None:
     """Start from another run's weights: the parts that `load:` names, or all that both runs have."""
-    named = {key: value for key, value in _plain(config.load).items() if value is not None}
+    named = {key: value for key, value in to_plain(config.load).items() if value is not None}
     if set(named) == {"path"}:
         named |= {"components": "all", "controllers": "all"}
     loaded = CheckpointManager.load_file(Path(str(named["path"])), weights=True, on_warning=warnings.warn)
     components = dict(run.context.components.items())
     partial_load(loaded.state, named, components, dict(run.context.controller_manager.modules()))
+    statistics = loaded.state.get("observation_statistics")
+    normalizer = getattr(run.context.train_environment, "normalizer", None)
+    if statistics is not None and normalizer is not None:
+        normalizer.set_state(statistics)  # the weights expect to see with them
 
 
 def _describe_memory(run: Run, say: Callable[[str], None]) -> None:

@@ -27,8 +27,8 @@ def assert_same(first: Any, second: Any, path: str = "state") -> None:
             assert_same(a, b, f"{path}[{index}]")
     elif isinstance(first, torch.Tensor):
         assert first.dtype == second.dtype and first.shape == second.shape, path
-        same = first.contiguous().view(torch.uint8) if first.dim() else first
-        other = second.contiguous().view(torch.uint8) if second.dim() else second
+        same = first.contiguous().view(torch.uint8) if first.dim() and first.numel() else first
+        other = second.contiguous().view(torch.uint8) if second.dim() and second.numel() else second
         assert torch.equal(same, other) or bool((first.isnan() & second.isnan()).all()), f"{path} differs"
     else:
         assert first == second or (first != first and second != second), f"{path}: {first!r} and {second!r}"

@@ -119,7 +119,7 @@ def test_errors_are_one_message(capsys, tmp_path: Path):
         (["train", "debug=tiny", "components/encoder=mlp", "environment=dummy_dict"], "encoder"),
         (["train", "debug=tiny", "training.phases=[{name: x, workflow_hooks: [colect]}]"], "collect"),
         (["train", "debug=tiny", "training.precision=float8"], "float32"),
-        (["play"], "not in this version"),
+        (["play"], "no run under"),
         (["bench", "nothing"], "nothing"),
         (["report", str(tmp_path)], "run"),
     ):

@@ -9,7 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl_lab.build import environment_spec
-from rl_lab.compose import compose_config, fill_dims, resolve_config
+from rl_lab.compose import compose_config, fill_dims, resolve_config, to_plain
+from rl_lab.config_checks import check_config
 from rl_lab.errors import ConfigError
 
 
@@ -178,3 +179,10 @@ def test_dims_come_from_the_environment_and_wrong_ones_are_named(tmp_path: Path)
 def test_mistakes_are_answered(words: list[str], message: str):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         compose_config(words)
+
+
+def test_evaluation_may_set_any_key_of_the_environment():
+    config = compose_config(["environment.eval.workers=0", "environment.eval.time_limit=7"])
+    assert config.environment.eval.workers == 0 and config.environment.eval.time_limit == 7
+    with pytest.raises(ConfigError, match=r"environment\.eval\.wrokers.*workers"):
+        check_config(to_plain(compose_config(["environment.eval.wrokers=0"])))

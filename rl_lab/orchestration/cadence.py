@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rl_lab.errors import ConfigError, closest
@@ -38,6 +39,27 @@ class Every:
 
     def fired(self, counters: Mapping[str, int]) -> None:
         self.passed = {name: counters[name] // limit for name, limit in self.limits.items()}
+
+
+@dataclass
+class Cadences:
+    """The four things that happen by the clock of the counters. None: never."""
+
+    log: Every | None = None
+    evaluate: Every | None = None
+    report: Every | None = None
+    checkpoint: Every | None = None
+
+    def items(self) -> list[tuple[str, Every]]:
+        return [(name, every) for name, every in vars(self).items() if every is not None]
+
+    def get_state(self) -> dict[str, dict[str, int]]:
+        return {name: dict(every.passed) for name, every in self.items()}
+
+    def set_state(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        """A cadence that was changed on resume (a counter that the state does not know) starts from 0."""
+        for name, every in self.items():
+            every.passed |= {key: int(n) for key, n in state.get(name, {}).items() if key in every.passed}
 
 
 class Ratio:

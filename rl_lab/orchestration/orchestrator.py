@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from rl_lab.episode_tracker import Episode
-from rl_lab.errors import CheckpointError, ConfigError, LabError
-from rl_lab.orchestration.cadence import Every
-from rl_lab.orchestration.evolution import evaluate_population
+from rl_lab.errors import CheckpointError, ConfigError, EnvironmentFaultError, LabError, unexpected
+from rl_lab.orchestration.cadence import Cadences
+from rl_lab.orchestration.device_memory import is_out_of_memory
+from rl_lab.orchestration.evolution import Generations
 from rl_lab.orchestration.hook_runner import HookRunner
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import HookUse, PhaseDefinition
@@ -42,27 +43,6 @@ class Settings:
 
 
 @dataclass
-class Cadences:
-    """The four things that happen by the clock of the counters. None: never."""
-
-    log: Every | None = None
-    evaluate: Every | None = None
-    report: Every | None = None
-    checkpoint: Every | None = None
-
-    def items(self) -> list[tuple[str, Every]]:
-        return [(name, every) for name, every in vars(self).items() if every is not None]
-
-    def get_state(self) -> dict[str, dict[str, int]]:
-        return {name: dict(every.passed) for name, every in self.items()}
-
-    def set_state(self, state: Mapping[str, Mapping[str, int]]) -> None:
-        """A cadence that was changed on resume (a counter that the state does not know) starts from 0."""
-        for name, every in self.items():
-            every.passed |= {key: int(n) for key, n in state.get(name, {}).items() if key in every.passed}
-
-
-@dataclass
 class Orchestrator:
     """Owns the loop. Everything it needs is injected, so a test can run it with stand-ins only."""
 
@@ -76,16 +56,17 @@ class Orchestrator:
     settings: Settings = field(default_factory=Settings)
     checkpoints: Any = None  # CheckpointManager
     evaluator: Any = None
-    make_population_environment: Callable[[], Any] | None = None
+    generations: Generations | None = None
     trace: Trace | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint's manifest
     say: Callable[[str], None] = print
     interrupted: bool = False
 
     def __post_init__(self) -> None:
         self._entered: PhaseDefinition | None = None
         self._said: set[str] = set()
+        self._done: set[str] = set()  # actions that have worked once
         self._transform_positions: dict[str, int] = {}
-        self._population_environment: Any = None
         self._best_return = float("-inf")
         self._saved_at: dict[str, int] = {}
 
@@ -94,7 +75,7 @@ class Orchestrator:
     def run(self) -> None:
         """Walk the phases to their end, or until a signal asks to stop."""
         self.log.begin(self.scheduler.totals)
-        with self._stop_on_signals():
+        with self._stop_on_signals(), self._saved_when_environments_fail():
             while not self.interrupted:
                 action = self.scheduler.next_action()
                 phase = self.scheduler.current_phase()
@@ -102,7 +83,17 @@ class Orchestrator:
                     self._enter(phase)
                 if action is None or phase is None:
                     break
-                self.do(action, phase)
+                self._follow_cadences()  # finding the next action may have ended a cycle
+                try:
+                    self.do(action, phase)
+                except Exception as error:
+                    if isinstance(error, LabError) or action in self._done or is_out_of_memory(error):
+                        raise
+                    raise ConfigError(
+                        f"the first '{action}' of phase '{phase.name}' failed: parts of the config do not fit each "
+                        f"other, or {type(self.workflow).__name__} has a mistake: {unexpected(error)}"
+                    ) from error
+                self._done.add(action)
                 self._follow_cadences()
                 if self.trace is not None:
                     self.trace.tick(self.scheduler.totals)
@@ -133,8 +124,9 @@ class Orchestrator:
             done = self._transform(action, runner, phase)
             self.scheduler.advance(action, done=done)
         else:
-            steps = self._evolve(action, runner)
-            self.scheduler.advance(action, steps=steps)
+            steps = self._evolve(action, runner, phase)
+            if steps is not None:
+                self.scheduler.advance(action, steps=steps)
 
     def _collect(self, phase: PhaseDefinition) -> None:
         step = self.scheduler.totals["env_steps"]
@@ -164,26 +156,26 @@ class Orchestrator:
         self._transform_positions[name] = 0 if done else position
         return done
 
-    def _evolve(self, name: str, runner: HookRunner) -> int:
-        """One generation: ask, let the candidates play, tell. Returns environment steps."""
-        evolution = runner.hook.step
-        candidates = evolution.ask()
-        if getattr(evolution, "dreams", False):
-            runner.meter.add(evolution.tell(candidates, None))
-            return 0
-        if self._population_environment is None:
-            if self.make_population_environment is None:
-                raise ConfigError(f"hook '{name}' evolves in the environment, and there is none")
-            self._population_environment = self.make_population_environment()
-        generation = self.scheduler.hook_calls.get(name, 0)
-        fitness, steps = evaluate_population(
-            evolution,
-            candidates,
-            self._population_environment,
+    def _evolve(self, name: str, runner: HookRunner, phase: PhaseDefinition) -> int | None:
+        """One generation. Returns environment steps; None when a signal broke it off."""
+        if self.generations is None:
+            raise ConfigError(f"hook '{name}' evolves, and this run has nothing to evolve in")
+        stream = self.storage.stream(name, phase) if self.storage is not None else None
+        outcome = self.generations.run(
+            name,
+            runner.hook.step,
+            number=self.scheduler.hook_calls.get(name, 0),
+            phase=self.scheduler.view(),
+            done=self.scheduler.counts["updates"],
+            total=phase.duration_updates or phase.duration_cycles,
             device=runner.device,
-            seed=derive_seed(self.settings.seed, name, generation),
+            batch=stream.next() if stream is not None else None,
+            should_stop=lambda: self.interrupted,
         )
-        runner.meter.add(evolution.tell(candidates, fitness))
+        if outcome is None:
+            return None
+        metrics, steps = outcome
+        runner.meter.add(metrics)
         return steps
 
     # ---------------------------------------------------------------- phases
@@ -290,18 +282,25 @@ class Orchestrator:
 
     # ---------------------------------------------------------------- checkpoints and stopping
 
-    def save(self, tag: str | None = None) -> None:
-        """Write a checkpoint; `tag` ("best") keeps weights only. A full disk loses nothing that was saved."""
+    def save(self, tag: str | None = None, *, last: bool = False) -> None:
+        """Write a checkpoint; `tag` ("best") keeps weights only. A full disk loses nothing that was saved.
+
+        last: nothing comes after it, so a failure is an error whatever the config says.
+        """
         if self.checkpoints is None:
             return
         state = self.run_state.gather({"cadences": self.cadences.get_state(), **self._own_state()})
         buffers = self.storage.buffers if self.storage is not None and tag is None else {}
         self.log.logger.flush()
-        info = {"metrics_bytes": self.log.logger.metrics_bytes(), "best_return": self._best_return}
+        info = {
+            "metrics_bytes": self.log.logger.metrics_bytes(),
+            "best_return": self._best_return,
+            **self.info,
+        }
         try:
             self.checkpoints.save(self.scheduler.totals["env_steps"], state, buffers, info=info, tag=tag)
         except CheckpointError as error:
-            if self.settings.on_save_failure == "stop":
+            if last or self.settings.on_save_failure == "stop":
                 raise
             self.say(f"checkpoint not saved, training goes on: {error}")
         else:
@@ -328,12 +327,12 @@ class Orchestrator:
         """The last line, the last checkpoint, and the environments closed."""
         if self.log.logger is not None:
             self.write_log()
-        if self._saved_at != self.scheduler.totals:
-            self.save()
-        if self._population_environment is not None:
-            self._population_environment.close()
+        if self.generations is not None:
+            self.generations.close()
         if self.trace is not None:
             self.trace.close()
+        if self._saved_at != self.scheduler.totals:
+            self.save(last=True)
 
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         """Hooks mask a non-finite update on the device and count it; here the host learns of it."""
@@ -348,6 +347,18 @@ class Orchestrator:
             self.save()
             raise LabError(message + "; lower the learning rate, or set training.on_nonfinite=continue")
         self.say(message)
+
+    @contextmanager
+    def _saved_when_environments_fail(self) -> Iterator[None]:
+        """Environments that fail too often end the run; what was learned until then is kept."""
+        try:
+            yield
+        except EnvironmentFaultError:
+            try:
+                self.save()
+            except CheckpointError as error:
+                self.say(f"environments fail too often, and the last checkpoint was not saved: {error}")
+            raise
 
     @contextmanager
     def _stop_on_signals(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ class RunLog:
         stopwatch: Stopwatch | None = None,
         frames_per_step: int = 1,
         total_steps: int | None = None,
+        gauges: Callable[[], Mapping[str, float]] = dict,  # further metrics, read when a line is written
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.logger = logger
@@ -29,6 +30,7 @@ class RunLog:
         self.stopwatch = stopwatch or Stopwatch()
         self.frames_per_step = frames_per_step
         self.total_steps = total_steps
+        self.gauges = gauges
         self.clock = clock
         self.last_return: float | None = None
         self.last_evaluation: float | None = None
@@ -63,6 +65,7 @@ class RunLog:
         metrics |= prefixed({key.removeprefix("log/"): value for key, value in statistics.items()}, "collect")
         self.last_return = statistics.get("return_mean", self.last_return)
         metrics["collect/episodes"] = totals["episodes"]
+        metrics |= self.gauges()
         metrics |= self._rates(totals)
         metrics |= self.stopwatch.drain()
         metrics["workflow/phase_progress"] = progress

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rl_lab.errors import CheckpointError
+from rl_lab.errors import CheckpointError, LabError, unexpected
 from rl_lab.utils.checkpoint import CHECKPOINT_VERSION, load_matching
 from rl_lab.utils.seeding import Generators
 
@@ -52,6 +52,7 @@ class RunState:
             "controllers": self.controller_manager.state_dict() if self.controller_manager else {},
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "workflow_custom": self.workflow.get_state(),
+            "observation_statistics": self._observation_statistics(),
             "episode_tracking": snapshot(),
             "generators": self.generators.get_state() if self.generators else {},
             "storage": self.storage.get_state() if self.storage is not None else {},
@@ -59,18 +60,37 @@ class RunState:
             **(extra or {}),
         }
 
+    def _observation_statistics(self) -> dict[str, Any] | None:
+        """Beside the weights, so that whoever acts with them can see as they were trained to."""
+        environment = getattr(self.collector, "environment", None)
+        normalizer = getattr(environment, "normalizer", None)
+        return None if normalizer is None else normalizer.get_state()
+
     def component_weights(self) -> dict[str, Any]:
         return {
             name: part.state_dict() for name, part in self.components.items() if isinstance(part, nn.Module)
         }
 
     def restore(self, state: Mapping[str, Any], empty_buffers: Sequence[str] = ()) -> None:
-        """Load a full state. Buffers' rows are restored apart, before this; some may have stayed empty."""
+        """Load a full state. Buffers' rows are restored apart, before this; `empty_buffers` lack some or all.
+
+        CheckpointError for whatever does not fit: a whole file may still be of other code.
+        """
         name = type(self.workflow).__name__
-        if state["workflow_name"] != name:
+        made_by = state.get("workflow_name")
+        if made_by != name:
+            raise CheckpointError(f"the checkpoint was made by {made_by}, this run uses {name}")
+        try:
+            self._restore(state, empty_buffers)
+        except LabError:
+            raise
+        except Exception as error:
             raise CheckpointError(
-                f"the checkpoint was made by {state['workflow_name']}, this run uses {name}"
-            )
+                f"the checkpoint does not fit this code: {unexpected(error)}. It was made by another version of "
+                f"{name} or of a part, or of the lab"
+            ) from error
+
+    def _restore(self, state: Mapping[str, Any], empty_buffers: Sequence[str]) -> None:
         modules = {key: part for key, part in self.components.items() if isinstance(part, nn.Module)}
         load_matching(modules, state["components"], prefix="components")
         if self.controller_manager is not None:
@@ -95,7 +115,7 @@ class RunState:
                 self.storage.restart_streams(fresh)
             warnings.warn(
                 f"environments {fresh} did not come back to the observation they were left at: they are not "
-                "deterministic, so they begin a new episode",
+                "deterministic, or their episode had more than environment.history_limit actions; they begin a new one",
                 stacklevel=2,
             )
         reset_rollout = getattr(self.workflow, "_reset_rollout_state", None)

@@ -21,8 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_lab.errors import CheckpointError
+from rl_lab.errors import CheckpointError, ConfigError, closest
 from rl_lab.utils.checkpoint_load import (
+    ON_DAMAGED_REPLAY,
     Loaded,
     load_checkpoint,
     manifest_step,
@@ -31,7 +32,7 @@ from rl_lab.utils.checkpoint_load import (
     restore_buffers,
     say,
 )
-from rl_lab.utils.files import free_bytes, remove_temporary, write_atomic
+from rl_lab.utils.files import crc32_of, free_bytes, remove_temporary, write_atomic
 from rl_lab.utils.manifest import CHECKPOINT_VERSION, MIGRATIONS, REPLAY_FOLDER, read_manifest, write_manifest
 from rl_lab.utils.matching import load_matching, partial_load
 from rl_lab.utils.retention import clean, collect, link
@@ -51,7 +52,15 @@ __all__ = [
 ]
 
 # What remains of a state in a checkpoint that is weights only: enough to act and to look.
-WEIGHT_KEYS = ("version", "global_step", "workflow_name", "components", "controllers", "workflow_custom")
+WEIGHT_KEYS = (
+    "version",
+    "global_step",
+    "workflow_name",
+    "components",
+    "controllers",
+    "workflow_custom",
+    "observation_statistics",
+)
 
 
 class Buffer(Protocol):
@@ -66,7 +75,8 @@ class CheckpointManager:
     """Saves, cleans up and loads the checkpoints of one run. `folder` is the run's `checkpoints/`.
 
     keep: newest checkpoints that stay complete, with replay. keep_weights: how many older ones stay as weights
-    (-1: all). Only the holder of the run's lock may save; anyone may load.
+    (-1: all). on_damaged_replay: "older", "skip" or "stop", see `load_checkpoint`. Only the holder of the run's lock
+    may save; anyone may load.
     """
 
     def __init__(
@@ -76,16 +86,23 @@ class CheckpointManager:
         keep: int = 2,
         keep_weights: int = 0,
         weight_keys: Sequence[str] = WEIGHT_KEYS,
+        on_damaged_replay: str = "stop",
         on_warning: Callable[[str], None] | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"at least one checkpoint must be kept, not {keep}")
+        if on_damaged_replay not in ON_DAMAGED_REPLAY:
+            raise ConfigError(
+                f"training.on_damaged_replay is '{on_damaged_replay}'.{closest(on_damaged_replay, ON_DAMAGED_REPLAY)}"
+            )
         self.folder = Path(folder)
         self.keep = keep
         self.keep_weights = keep_weights
         self.weight_keys = tuple(weight_keys)
+        self.on_damaged_replay = on_damaged_replay
         self.on_warning = on_warning
         self._swept = False
+        self._seen: dict[Path, tuple[int, int]] = {}  # replay file -> size and time of its last change
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, oldest first; whether it is whole shows when it is loaded."""
@@ -105,10 +122,15 @@ class CheckpointManager:
     def load(self, path: Path | str | None = None, *, weights: bool = False) -> Loaded:
         """The newest good checkpoint of this run, or that of a file, run folder or checkpoints folder."""
         source = self.folder if path is None else path
-        return load_checkpoint(source, weights=weights, on_warning=self.on_warning)
+        return load_checkpoint(
+            source,
+            weights=weights,
+            on_damaged_replay=self.on_damaged_replay,
+            on_warning=self.on_warning,
+        )
 
     def restore_buffers(self, loaded: Loaded, buffers: Mapping[str, Buffer]) -> list[str]:
-        """Fill the buffers; returns the names of those that stay empty, each said with a warning.
+        """Fill the buffers; returns the names of those whose rows are not all there, each said with a warning.
 
         Replay of another run is brought into this run's folder first, so that the next checkpoint here, which
         writes only what is new, stands on its own.
@@ -166,13 +188,46 @@ class CheckpointManager:
         folder = self.folder / REPLAY_FOLDER / name
         folder.mkdir(parents=True, exist_ok=True)
         entry = buffer.checkpoint(folder)
-        for file, facts in entry.get("files", {}).items():
-            # Chunks written long ago are not written again: see that they are still there.
-            path = folder / file
-            size = path.stat().st_size if path.is_file() else None
-            if size != facts["bytes"]:
-                raise CheckpointError(f"{path} should have {facts['bytes']} bytes and has {size or 'none'}")
+        changed = self._changed_files(folder, entry)
+        if changed:
+            # The rows are still in memory: without the file, most buffers write it again.
+            say(f"{', '.join(changed)} in {folder} changed since written: written again", self.on_warning)
+            for file in changed:
+                (folder / file).unlink(missing_ok=True)
+            entry = buffer.checkpoint(folder)
+            changed = self._changed_files(folder, entry)
+        for file in changed:
+            path, size = folder / file, entry["files"][file]["bytes"]
+            if not path.is_file() or path.stat().st_size != size:
+                raise CheckpointError(f"{path} should have {size} bytes and has not")
+            say(
+                f"{path} is damaged and cannot be written again: its rows will be lost on resume",
+                self.on_warning,
+            )
         return entry
+
+    def _changed_files(self, folder: Path, entry: Mapping[str, Any]) -> list[str]:
+        """Replay files that are no longer what was written.
+
+        Chunks written long ago are not written again, and reading all of them at every save would take too long:
+        the checksum is compared where size or time of change are not as they were.
+        """
+        changed = []
+        for name, facts in entry.get("files", {}).items():
+            path = folder / name
+            try:
+                status = path.stat()
+                now = (status.st_size, status.st_mtime_ns)
+                whole = status.st_size == facts["bytes"] and (
+                    self._seen.get(path, now) == now or crc32_of(path) == facts["crc32"]
+                )
+            except OSError:
+                whole = False
+            if whole:
+                self._seen[path] = now
+            else:
+                changed.append(name)
+        return changed
 
     def _unused_state_file(self, name: str, step: int | None) -> Path:
         """A file that the manifest of that name does not speak of: it must stay true until it is replaced."""

@@ -138,7 +138,11 @@ class RunLock:
         if self._file is not None:
             return self
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = open(self.path, "a+b")  # noqa: SIM115 - stays open while held; "a" does not wipe the holder's name
+        try:
+            # It stays open while held; "a" does not wipe the holder's name.
+            file = open(self.path, "a+b")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"nothing can be written in {self.folder}: {error}") from error
         try:
             if not _try_flock(file):
                 raise RunLockedError(self._taken_message(file))

@@ -135,8 +135,8 @@ class ExperimentLogger:
 
     def _media_path(self, folder: str, name: str, step: int) -> Path:
         """media/<folder>/<name>_<step>, without suffix; the name is made safe, the folder must stay inside."""
-        safe = re.sub(r"[^\w.-]+", "_", name).lstrip(".") or "media"
-        media = self.run_dir / "media"
+        safe = re.sub(r"[^\w.-]+", "_", name).lstrip(".")[:120] or "media"
+        media = inside(self.run_dir, "media")  # which may itself be a link
         return inside(media, Path(folder) / f"{safe}_{step:09d}")
 
     def _guarded(self, output: str, function: Callable[..., Any], *args: Any) -> Any:

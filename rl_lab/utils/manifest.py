@@ -17,6 +17,7 @@ from rl_lab.utils.jsonl import json_safe
 
 CHECKPOINT_VERSION = 1
 REPLAY_FOLDER = "replay"
+_FIELDS = {"step": int, "kind": str, "state": dict, "buffers": dict, "info": dict}
 
 # From a version to the next one: state -> state. Old checkpoints walk this table up to CHECKPOINT_VERSION.
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
@@ -65,6 +66,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if check != _check(manifest):
         raise CheckpointError(f"{path} is damaged: its content does not match its own checksum")
     check_version(manifest.get("version"), path)
+    for name, kind in _FIELDS.items():
+        if not isinstance(manifest.get(name), kind):
+            raise CheckpointError(f"{path} lacks what a manifest has: '{name}'")
     return manifest
 
 
@@ -79,14 +83,19 @@ def replay_files(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str, Mappin
             yield buffer, name, facts
 
 
-def verify(folder: Path, manifest: Mapping[str, Any], *, replay: bool) -> list[str]:
-    """What is wrong with the files of a manifest, one sentence each; empty when all is well."""
-    named = [(folder / manifest["state"]["file"], manifest["state"])]
-    if replay:
-        named += [
-            (folder / REPLAY_FOLDER / buffer / name, facts) for buffer, name, facts in replay_files(manifest)
-        ]
-    return [problem for path, facts in named if (problem := _file_problem(folder, path, facts))]
+def state_problem(folder: Path, manifest: Mapping[str, Any]) -> str:
+    """What is wrong with the state file of a manifest, in a sentence; "" when it is whole."""
+    return _file_problem(folder, folder / manifest["state"]["file"], manifest["state"])
+
+
+def replay_problems(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Replay files that are not what the manifest says: buffer -> file -> what is wrong with it."""
+    problems: dict[str, dict[str, str]] = {}
+    for buffer, name, facts in replay_files(manifest):
+        problem = _file_problem(folder, folder / REPLAY_FOLDER / buffer / name, facts)
+        if problem:
+            problems.setdefault(buffer, {})[name] = problem
+    return problems
 
 
 def _file_problem(folder: Path, path: Path, facts: Mapping[str, int]) -> str:

@@ -145,7 +145,7 @@ class Progress:
             parts.append(f"step {values['step']:,}{share}")
         left = self.seconds_left()
         if left is not None:
-            parts.append(f"ETA {_clock(left)}")
+            parts.append(f"ETA {clock_time(left)}")
         return parts
 
     def _facts(self) -> list[str]:
@@ -187,7 +187,8 @@ def memory_in_words() -> list[str]:
     return parts
 
 
-def _clock(seconds: float) -> str:
+def clock_time(seconds: float) -> str:
+    """Seconds as 4:05 or 1:02:11."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -17,6 +17,7 @@ class ChunkBuffer:
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.saves = 0
+        self.facts: dict[Path, dict[str, int]] = {}  # of files written or restored, as they were then
 
     def fill(self, count: int) -> ChunkBuffer:
         self.rows += range(len(self.rows), len(self.rows) + count)
@@ -27,9 +28,13 @@ class ChunkBuffer:
         names = {f"chunk_{i}.json": self.rows[10 * i : 10 * i + 10] for i in range(len(self.rows) // 10)}
         names[f"tail_{self.saves}.json"] = self.rows[len(self.rows) // 10 * 10 :]
         for name, rows in names.items():
-            if name.startswith("tail") or not (folder / name).exists():
-                write_atomic(folder / name, lambda file, rows=rows: file.write(json.dumps(rows).encode()))
-        files = {n: {"bytes": (folder / n).stat().st_size, "crc32": crc32_of(folder / n)} for n in names}
+            path = folder / name
+            if name.startswith("tail") or not path.exists():
+                size, crc = write_atomic(path, lambda file, rows=rows: file.write(json.dumps(rows).encode()))
+                self.facts[path] = {"bytes": size, "crc32": crc}
+            elif path not in self.facts:
+                self.facts[path] = {"bytes": path.stat().st_size, "crc32": crc32_of(path)}
+        files = {name: self.facts[folder / name] for name in names}
         return {"files": files, "meta": {"saves": self.saves}}
 
     def restore(self, folder: Path, entry: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 
 import pytest
 import torch
@@ -239,3 +240,52 @@ def test_a_system_without_links_still_saves_and_loads(tmp_path, monkeypatch):
 def test_keep_must_be_sensible(tmp_path):
     with pytest.raises(CheckpointError, match="at least one"):
         CheckpointManager(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_chunk_that_changed_since_is_written_again(tmp_path, chunk_buffer, damage):
+    said: list[str] = []
+    manager = CheckpointManager(tmp_path, on_warning=said.append)
+    buffer = chunk_buffer().fill(25)
+    manager.save(1, state_of(1), {"replay": buffer})
+    chunk = tmp_path / "replay" / "replay" / "chunk_0.json"
+    content = chunk.read_bytes()
+    if damage == "delete":
+        chunk.unlink()
+    else:
+        chunk.write_bytes(content.replace(b"3", b"4") if damage == "flip" else content[:5])
+        os.utime(chunk, ns=(1, 1))
+    manager.save(2, state_of(2), {"replay": buffer.fill(5)})
+    assert chunk.read_bytes() == content
+    assert (
+        damage == "delete" or "written again" in said[0]
+    )  # a buffer that looks for itself writes it unasked
+    assert manager.load(tmp_path / "step_000000001.pt").step == 1 and manager.load().step == 2
+
+
+def test_a_chunk_that_was_only_touched_is_left_as_it_is(tmp_path, chunk_buffer):
+    manager = CheckpointManager(tmp_path, on_warning=pytest.fail)
+    buffer = chunk_buffer().fill(25)
+    manager.save(1, state_of(1), {"replay": buffer})
+    os.utime(tmp_path / "replay" / "replay" / "chunk_0.json", ns=(1, 1))
+    manager.save(2, state_of(2), {"replay": buffer.fill(5)})
+
+
+def test_a_buffer_that_cannot_write_a_damaged_file_again_is_saved_with_a_warning(tmp_path):
+    class Linked:
+        """Its file lies elsewhere too, and is linked again, damage and all."""
+
+        def checkpoint(self, folder):
+            if not (folder / "chunk").exists():
+                (folder / "chunk").write_bytes(b"bad")
+            return {"files": {"chunk": {"bytes": 3, "crc32": zlib.crc32(b"old")}}, "meta": {}}
+
+    said: list[str] = []
+    manager = CheckpointManager(tmp_path, on_warning=said.append)
+    (tmp_path / "replay" / "replay").mkdir(parents=True)
+    (tmp_path / "replay" / "replay" / "chunk").write_bytes(b"old")
+    manager.save(1, state_of(1), {"replay": Linked()})
+    (tmp_path / "replay" / "replay" / "chunk").write_bytes(b"bad")
+    os.utime(tmp_path / "replay" / "replay" / "chunk", ns=(1, 1))
+    manager.save(2, state_of(2), {"replay": Linked()})
+    assert "written again" in said[0]

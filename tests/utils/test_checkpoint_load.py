@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 
@@ -10,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_lab.errors import CheckpointError
+from rl_lab.errors import CheckpointError, ConfigError
 from rl_lab.utils import manifest as manifest_module
 from rl_lab.utils.checkpoint import CheckpointManager, load_checkpoint, restore_buffers
+from rl_lab.utils.files import crc32_of
 from rl_lab.utils.manifest import MIGRATIONS, write_manifest
 
 
@@ -233,3 +235,75 @@ def test_any_damage_is_noticed(run, tmp_path, data):
     loaded = load_checkpoint(copy, on_warning=lambda message: None)
     assert loaded.state["global_step"] == loaded.step
     assert torch.equal(loaded.state["components"]["w"], torch.full((200,), float(loaded.step)))
+
+
+class PartialBuffer:
+    """Takes what is whole, as real buffers do."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def restore(self, folder, entry, *, skip_corrupt=False):
+        lost = []
+        for name, facts in entry["files"].items():
+            if skip_corrupt and crc32_of(folder / name) != facts["crc32"]:
+                lost.append(f"{name} (10 rows) has changed")
+            else:
+                self.rows += json.loads((folder / name).read_bytes())
+        return lost
+
+
+@pytest.mark.parametrize("choice", ["older", "skip"])
+def test_a_chunk_of_all_checkpoints_costs_its_rows_and_no_more(run, choice):
+    damage(run.folder / "replay/replay/chunk_0.json", "flip")
+    said: list[str] = []
+    manager = CheckpointManager(run.folder, on_damaged_replay=choice, on_warning=said.append)
+    loaded = manager.load()
+    assert loaded.step == 2 and list(loaded.damaged["replay"]) == ["chunk_0.json"]
+    buffer = PartialBuffer()
+    assert manager.restore_buffers(loaded, {"replay": buffer}) == ["replay"]
+    assert buffer.rows == list(range(10, 25))
+    assert "REPLAY DAMAGED: buffer 'replay' lost chunk_0.json (10 rows)" in said[-1]
+    assert "those of step 2, exactly" in said[-1]
+
+
+def test_a_buffer_that_cannot_be_restored_in_part_starts_empty(run, chunk_buffer, tmp_path):
+    damage(run.folder / "replay/replay/chunk_0.json", "delete")
+    said: list[str] = []
+    other = CheckpointManager(tmp_path / "other", on_damaged_replay="skip", on_warning=said.append)
+    loaded = other.load(run.folder / "step_000000002.pt")
+    buffer = chunk_buffer()
+    assert other.restore_buffers(loaded, {"replay": buffer}) == ["replay"] and buffer.rows == []
+    assert "all its rows" in said[-1]
+
+
+def test_an_older_checkpoint_that_is_whole_comes_before_fewer_rows(run):
+    damage(run.folder / "replay/replay/tail_2.json", "flip")
+    loads = {
+        choice: CheckpointManager(run.folder, on_damaged_replay=choice, on_warning=lambda text: None).load()
+        for choice in ("older", "skip", "stop")
+    }
+    assert {choice: loaded.step for choice, loaded in loads.items()} == {"older": 1, "skip": 2, "stop": 1}
+    assert [choice for choice, loaded in loads.items() if loaded.damaged] == ["skip"]
+
+
+def test_a_state_that_is_damaged_is_never_taken_for_the_sake_of_its_replay(run):
+    damage(run.folder / "replay/replay/chunk_0.json", "flip")
+    damage(run.folder / "step_000000002.pt", "truncate")
+    loaded = CheckpointManager(run.folder, on_damaged_replay="older", on_warning=lambda text: None).load()
+    assert loaded.step == 1 and loaded.damaged
+
+
+def test_a_choice_that_there_is_not(tmp_path):
+    with pytest.raises(ConfigError, match=r"on_damaged_replay is 'skipp'.*Did you mean 'skip'"):
+        CheckpointManager(tmp_path, on_damaged_replay="skipp")
+
+
+@pytest.mark.parametrize("field", ["step", "kind", "state", "buffers", "info"])
+def test_a_manifest_without_a_field_is_damaged(run, field):
+    path = run.folder / "step_000000002.json"
+    content = manifest_module.read_manifest(path)
+    del content[field]
+    write_manifest(path, content)
+    with pytest.warns(UserWarning, match=f"lacks what a manifest has: '{field}'"):
+        assert run.load().step == 1

@@ -1,0 +1,396 @@
+"""A run that is not left alone: a fault every 20 s for half an hour, and nothing lost but what was announced.
+
+The trainer is a process of its own on `dummy/count`, whose rows are known beforehand (observation and reward of step k
+are k), and its replay holds every row of the run. So at the end the rows themselves can be counted against the
+counters. The faults take turns, in an order drawn from the seed:
+
+    worker_kill     SIGKILL to an environment worker
+    worker_hang     SIGSTOP to an environment worker
+    disk_full       every write to a file beyond a few bytes fails (RLIMIT_FSIZE, set from outside), until a save has
+    truncated       kill -9 to the trainer; the newest checkpoint loses its second half; resume
+    flipped         kill -9 to the trainer; one bit of a replay file changes; resume
+    flipped_live    one bit of a replay file changes while the trainer runs
+    sigterm         SIGTERM to the trainer; resume
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ENVS, WORKERS = 4, 2
+WORDS = (
+    *("experiment=dreamer_cartpole", "debug=tiny", "environment=gym", "environment.task=dummy/count"),
+    *("+environment.length=12", f"environment.num_envs={ENVS}", f"environment.workers={WORKERS}"),
+    *("environment.timeout=8", "environment.restarts.limit=null", "environment.eval.workers=0"),
+    *(
+        "training.total_timesteps=100000000",
+        "training.log.every_env_steps=40",
+        "training.report.every_env_steps=400",
+    ),
+    *(
+        "training.evaluate.every_env_steps=400",
+        "training.checkpoint.every_env_steps=40",
+        "logging.progress=off",
+    ),
+    *("buffers.replay.capacity=2000000", "+buffers.replay.chunk_rows=16"),
+)
+FAULTS = ("worker_kill", "worker_hang", "disk_full", "truncated", "flipped", "flipped_live", "sigterm")
+# What the trainer must say of each fault, for it to count as announced.
+ANNOUNCED = {
+    "worker_kill": r"worker of environments .* was killed by SIGKILL: .*new seed",
+    "worker_hang": r"worker of environments .* gave no answer for .*new seed",
+    "disk_full": r"checkpoint not saved, training goes on",
+    "truncated": r"CHECKPOINT DAMAGED",
+    "flipped": r"CHECKPOINT DAMAGED|REPLAY DAMAGED",
+    "flipped_live": r"changed since written: written again",
+    "sigterm": r"stopped and saved; go on with",
+}
+PATIENCE_S = 120.0  # for a trainer to start, or to say something; the machine may be busy
+
+
+class Trainer:
+    """The run: started, watched, hurt and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines: list[str] = []
+        self.starts = 0
+        self.process: subprocess.Popen[str] | None = None
+        self.known: dict[int, float] = {}  # pid -> start time of every process that belonged to it
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "rl_lab", "train", *WORDS, f"run_dir={self.folder}"]
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+        )
+        self.starts += 1
+        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+
+    def _read(self, stream: Any) -> None:
+        for line in stream:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def workers(self) -> list[psutil.Process]:
+        """Environment workers: what the fork server, a child of the trainer, has forked."""
+        try:
+            helpers = psutil.Process(self.pid).children()
+            found = [worker for helper in helpers for worker in helper.children()]
+            for process in (*helpers, *found):
+                self.known[process.pid] = process.create_time()
+        except psutil.Error:
+            return []
+        return found
+
+    def manifests(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").glob("step_*.json"))
+
+    def step(self) -> int:
+        """Of the newest checkpoint."""
+        names = self.manifests()
+        return int(names[-1].stem.removeprefix("step_")) if names else 0
+
+    def wait_for(self, ready: Callable[[], Any], what: str) -> Any:
+        """Until `ready()`; an error when the trainer ends instead, or nothing happens for long."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (result := ready()):
+            if self.process is None or self.process.poll() is not None:
+                raise RuntimeError(f"the trainer ended while waiting for {what}: {self.lines[-5:]}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no {what} within {PATIENCE_S:g} s: {self.lines[-5:]}")
+            time.sleep(0.05)
+        return result
+
+    def wait_until_at_work(self) -> None:
+        """It has saved since it was started, and its workers are there."""
+        began = self.step()
+        self.wait_for(
+            lambda: self.step() > began and len(self.workers()) == WORKERS, "progress after a start"
+        )
+
+    def stop(self, number: int) -> int:
+        self.workers()
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
+
+    def orphans(self) -> list[int]:
+        """Processes that outlived their trainer; they are given a while, then ended."""
+        left = []
+        for pid, born in self.known.items():
+            try:
+                process = psutil.Process(pid)
+                if process.create_time() == born:
+                    process.wait(10)
+            except psutil.TimeoutExpired:
+                left.append(pid)
+                os.kill(pid, signal.SIGKILL)
+            except psutil.Error:
+                pass
+        self.known.clear()
+        return left
+
+
+# ---------------------------------------------------------------- faults: each returns what it was done to
+
+
+def worker_kill(trainer: Trainer, rng: random.Random) -> str:
+    worker = rng.choice(trainer.wait_for(trainer.workers, "worker"))
+    worker.kill()
+    return f"worker {worker.pid}"
+
+
+def worker_hang(trainer: Trainer, rng: random.Random) -> str:
+    worker = rng.choice(trainer.wait_for(trainer.workers, "worker"))
+    worker.suspend()
+    return f"worker {worker.pid}"
+
+
+def disk_full(trainer: Trainer, rng: random.Random) -> str:
+    process, before = psutil.Process(trainer.pid), len(trainer.lines)
+    limit = rng.choice((0, 4096, 20_000))
+    process.rlimit(psutil.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        trainer.wait_for(lambda: said(trainer, ANNOUNCED["disk_full"], before), "failed save")
+    finally:
+        process.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return f"files of at most {limit} bytes"
+
+
+def truncated(trainer: Trainer, rng: random.Random) -> str:
+    trainer.stop(signal.SIGKILL)
+    name = json.loads(trainer.manifests()[-1].read_text())["state"]["file"]
+    file = trainer.folder / "checkpoints" / name
+    os.truncate(file, file.stat().st_size // 2)
+    return file.name
+
+
+def flipped(trainer: Trainer, rng: random.Random) -> str:
+    trainer.stop(signal.SIGKILL)
+    names = sorted(json.loads(trainer.manifests()[-1].read_text())["buffers"]["replay"]["files"])
+    return flip(trainer.folder / "checkpoints" / "replay" / "replay" / rng.choice(names), rng)
+
+
+def flipped_live(trainer: Trainer, rng: random.Random) -> str:
+    # Whole chunks: every checkpoint from now on names them, so the next save must notice.
+    names = sorted(json.loads(trainer.manifests()[-1].read_text())["buffers"]["replay"]["files"])
+    chunks = [name for name in names if name.startswith("chunk-")]
+    return flip(trainer.folder / "checkpoints" / "replay" / "replay" / rng.choice(chunks), rng)
+
+
+def flip(file: Path, rng: random.Random) -> str:
+    with open(file, "r+b") as stream:
+        at = rng.randrange(file.stat().st_size)
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ (1 << rng.randrange(8))]))
+    return f"{file.name} byte {at}"
+
+
+def sigterm(trainer: Trainer, rng: random.Random) -> str:
+    status = trainer.stop(signal.SIGTERM)
+    if status != 0:
+        raise RuntimeError(f"SIGTERM ended the trainer with status {status}: {trainer.lines[-5:]}")
+    return "trainer"
+
+
+def said(trainer: Trainer, pattern: str, since: int) -> str:
+    return next((line for line in trainer.lines[since:] if re.search(pattern, line)), "")
+
+
+# ---------------------------------------------------------------- the soak
+
+
+def soak(folder: Path, minutes: float, every: float, seed: int) -> tuple[list[dict[str, Any]], Trainer]:
+    """Inject faults until the time is over; returns what was done, and the trainer, stopped and saved."""
+    rng, trainer = random.Random(seed), Trainer(folder)
+    events: list[dict[str, Any]] = []
+    turns: list[str] = []
+    trainer.start()
+    try:
+        trainer.wait_until_at_work()
+        begin = time.monotonic()
+        due = begin + every
+        while due < begin + 60 * minutes:
+            time.sleep(max(0.0, due - time.monotonic()))
+            turns = turns or rng.sample(FAULTS, len(FAULTS))
+            events.append({"seconds": round(time.monotonic() - begin, 1), "fault": turns.pop()})
+            try:
+                inject(trainer, events[-1], rng)
+            except (RuntimeError, OSError, psutil.Error) as error:  # kept as a violation; the soak goes on
+                events[-1]["violation"] = f"{type(error).__name__}: {error}".replace(str(folder), "RUN")
+                if trainer.process is None or trainer.process.poll() is not None:
+                    trainer.start()
+            events[-1]["recovered_s"] = round(time.monotonic() - begin - events[-1]["seconds"], 1)
+            due = max(due + every, time.monotonic())
+        sigterm(trainer, rng)
+    finally:
+        if trainer.process is not None and trainer.process.poll() is None:
+            trainer.stop(signal.SIGKILL)
+        trainer.orphans()
+    return events, trainer
+
+
+def inject(trainer: Trainer, event: dict[str, Any], rng: random.Random) -> None:
+    """One fault, from before it to after the run has saved again; fills in what happened."""
+    name, since = event["fault"], len(trainer.lines)
+    event["step"] = trainer.step()
+    event["target"] = globals()[name](trainer, rng)
+    if trainer.process is not None and trainer.process.poll() is not None:
+        event["orphans"] = len(trainer.orphans())
+        trainer.start()
+    words = trainer.wait_for(lambda: said(trainer, ANNOUNCED[name], since), f"word of {name}")
+    event["announced"] = words.replace(str(trainer.folder), "RUN")
+    trainer.wait_until_at_work()
+    event["lost_rows"] = lost_rows(trainer.lines[since:])
+
+
+def lost_rows(lines: list[str]) -> int:
+    """Rows that a resume said it had to do without."""
+    texts = [line for line in lines if "REPLAY DAMAGED" in line]
+    return sum(
+        int(count.replace(",", "")) for text in texts for count in re.findall(r"\(([\d,]+) rows\)", text)
+    )
+
+
+# ---------------------------------------------------------------- the audit
+
+
+def audit(folder: Path, events: list[dict[str, Any]]) -> tuple[dict[str, float], list[str]]:
+    """Figures of the finished run, and everything that is not as it should be."""
+    import numpy as np
+    import torch
+
+    from rl_lab.agent import load_agent
+    from rl_lab.utils.checkpoint import CheckpointManager
+
+    wrong: list[str] = []
+    loaded = CheckpointManager(folder / "checkpoints", on_warning=wrong.append).load()
+    assert loaded.manifest is not None
+    totals = loaded.state["phase_state"]["totals"]
+    meta = loaded.manifest["buffers"]["replay"]["meta"]
+    parts = [
+        torch.load(folder / "checkpoints/replay/replay" / name, weights_only=True)
+        for name, *_ in meta["parts"]["fixed"]
+    ]
+    rows = {
+        name: np.concatenate([part["columns"][name].numpy() for part in parts], axis=1)
+        for name in ("obs/vector", "reward", "is_first", "terminated", "truncated")
+    }
+    count = rows["obs/vector"][..., 0]
+    ended, cut = rows["terminated"] | rows["truncated"], rows["truncated"]
+    lost = sum(event.get("lost_rows", 0) for event in events)
+    wrong += [f"{event['fault']}: {event['violation']}" for event in events if "violation" in event]
+
+    # A step's row shows its number, a reset's shows 0; an episode that a fault cut short repeats its last row.
+    steps = int(((count > 0) | cut).sum())
+    missing = int(totals["env_steps"]) - steps
+    if not 0 <= missing <= lost:
+        wrong.append(
+            f"{totals['env_steps']} steps were counted and {steps} are stored; {lost} rows were announced as lost"
+        )
+    ends = int(totals["episodes"]) - int(ended.sum())
+    if not 0 <= ends <= lost:
+        wrong.append(f"{totals['episodes']} episodes were counted and {int(ended.sum())} are stored")
+    follows = (count[:, 1:] == count[:, :-1] + 1) & ~cut[:, 1:]
+    repeats = (count[:, 1:] == count[:, :-1]) & cut[:, 1:]
+    begins = rows["is_first"][:, 1:] & (ended[:, :-1] | (lost > 0))
+    broken = ~(follows | repeats | begins)
+    if broken.any():
+        wrong.append(f"{int(broken.sum())} rows do not follow from the row before them")
+    if not np.array_equal(rows["reward"], np.where(cut, 0.0, count)):
+        wrong.append("rewards are not those of their rows")
+    restarts = int(sum(loaded.state["collector"]["environment"]["restarts"].values()))
+    cuts = int(cut.sum())
+    if cuts > restarts * (ENVS // WORKERS):
+        wrong.append(f"{cuts} episodes were cut short by {restarts} restarts")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    numbers = [line["step"] for line in lines]
+    if numbers != sorted(numbers):
+        wrong.append("metrics.jsonl is not in order")
+    last = next(line for line in reversed(lines) if "collect/episodes" in line)
+    if (last["step"], last["collect/episodes"]) != (totals["env_steps"], totals["episodes"]):
+        wrong.append(
+            f"the last metrics are of step {last['step']}, the last checkpoint of {totals['env_steps']}"
+        )
+    if last.get("collect/env_restarts") != restarts:
+        wrong.append(f"metrics count {last.get('collect/env_restarts')} restarts, the checkpoint {restarts}")
+    load_agent(folder).act(np.zeros(1, np.float32))
+    figures = {"env_steps": totals["env_steps"], "episodes": totals["episodes"], "env_restarts": restarts}
+    return {**figures, "cut_episodes": cuts, "lost_rows": lost, "missing_steps": missing}, wrong
+
+
+def run(argv: list[str]) -> list[dict[str, Any]]:
+    """Rows: faults, starts, steps, restarts, what was lost; `soak/violations` must be 0."""
+    parser = argparse.ArgumentParser(prog="rl-lab bench soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults' order and targets")
+    parser.add_argument("--plot", type=Path, help="where to write a PNG")
+    parser.add_argument("--folder", type=Path, help="keep the run here")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.folder or Path(scratch)) / "run"
+        events, trainer = soak(folder, options.minutes, options.every, options.seed)
+        figures, wrong = audit(folder, events)
+        wrong += [
+            f"{event['orphans']} processes outlived the trainer" for event in events if event.get("orphans")
+        ]
+        (folder / "output.txt").write_text("\n".join(trainer.lines))
+    if options.plot is not None:
+        plot(events, options.plot)
+    kinds = [event["fault"] for event in events]
+    rows: list[dict[str, Any]] = [
+        {"name": "soak/faults", "value": len(events), "unit": "faults", "events": events},
+        *({"name": f"soak/faults_{kind}", "value": kinds.count(kind), "unit": "faults"} for kind in FAULTS),
+        {"name": "soak/starts", "value": trainer.starts, "unit": "starts"},
+        *(
+            {"name": f"soak/{name}", "value": value, "unit": name.split("_")[-1]}
+            for name, value in figures.items()
+        ),
+        {"name": "soak/violations", "value": len(wrong), "unit": "violations", "what": wrong},
+    ]
+    return rows
+
+
+def plot(events: list[dict[str, Any]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 3.4))
+    minutes = [event["seconds"] / 60 for event in events]
+    axis.plot(minutes, [event.get("step", 0) for event in events], color="0.7", zorder=0)
+    for kind in FAULTS:
+        chosen = [(m, event.get("step", 0)) for m, event in zip(minutes, events) if event["fault"] == kind]
+        if chosen:
+            axis.scatter(*zip(*chosen), s=18, label=kind)
+    axis.set(xlabel="minutes", ylabel="steps saved", title="One run, and what was done to it")
+    axis.legend(fontsize=7, ncol=2)
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

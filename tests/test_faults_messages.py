@@ -1,0 +1,147 @@
+"""Mistakes are answered with one message that says what would have been right, and a traceback only on request."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_lab.cli import COMING, VERBS, main
+from rl_lab.errors import LabError, one_line, unexpected
+
+TINY = ["train", "debug=tiny", "logging.progress=off", "logging.tensorboard=false"]
+PHASE = "training.phases=[{name: only, %s}]"
+
+# What was wrong -> (words, what the message must have).
+MISTAKES = {
+    "verb": (["trian"], ["no verb 'trian'", "Did you mean 'train'"]),
+    "flag": (["train", "--multrun"], ["unrecognized", "Did you mean '--multirun'"]),
+    "experiment": ([*TINY, "experiment=dreamer_cartpol"], ["no experiment is called", "'dreamer_cartpole'"]),
+    "group": ([*TINY, "environment=cartpoel"], ["no environment is called", "'cartpole'"]),
+    "key": (
+        [*TINY, "training.total_timestep=9"],
+        ["no key 'training.total_timestep'", "training.total_timesteps"],
+    ),
+    "new key": (
+        [*TINY, "+training.total_timestep=9"],
+        ["no key 'training.total_timestep'", "total_timesteps"],
+    ),
+    "no value": ([*TINY, "training.threads"], ["'training.threads' cannot be read as key=value"]),
+    "whole number": ([*TINY, "algorithm.batch_size=many"], ["algorithm.batch_size must be a", "not 'many'"]),
+    "flag value": (
+        [*TINY, "training.capture=flase"],
+        ["training.capture must be true or false", "Did you mean 'false'"],
+    ),
+    "choice": (
+        [*TINY, "training.on_save_failure=contine"],
+        ["must be stop or continue", "Did you mean 'continue'"],
+    ),
+    "number": (
+        [*TINY, "algorithm.entropy=high"],
+        ["algorithm.entropy must be a number, such as", "not 'high'"],
+    ),
+    "part's value": (
+        [*TINY, "components.rssm.deter=[1]"],
+        ["components.rssm", "could not be built: TypeError"],
+    ),
+    "part's key": ([*TINY, "+components.rssm.detr=8"], ["takes no 'detr'", "Did you mean 'deter'"]),
+    "interpolation": ([*TINY, "algorithm.batch_size=${nowhere}"], ["does not resolve", "nowhere"]),
+    "hook": (
+        [*TINY, PHASE % "workflow_hooks: [collect, updte]"],
+        ["names a hook 'updte'", "Did you mean 'update'"],
+    ),
+    "buffer": (
+        [*TINY, PHASE % "buffer: reply, workflow_hooks: [collect]"],
+        ["names a buffer 'reply'", "'replay'"],
+    ),
+    "class": ([*TINY, "workflow._target_=rl_lab.workflows.dreamer.Dreamr"], ["cannot import", "Dreamr"]),
+    "shape": ([*TINY, "+_dims.observation=5"], ["_dims.observation is 5", "has 4"]),
+    "parts that do not fit": ([*TINY, "environment=dummy_dict", "components/encoder=mlp"], ["encoder"]),
+    "sequence": (
+        [*TINY, "buffers.replay.capacity=4"],
+        ["sequences of 5 rows do not fit", "capacity of at least"],
+    ),
+    "device": ([*TINY, "experiment.device=cuda:7"], ["experiment.device is 'cuda:7'", "try auto"]),
+    "environment": ([*TINY, "environment.task=CartPole-v7"], ["CartPole"]),
+    "environments": ([*TINY, "environment.num_envs=none"], ["num_envs", "whole number"]),
+    "evaluation's": ([*TINY, "environment.eval.num_envs=none"], ["num_envs", "whole number"]),
+    "package": ([*TINY, "wandb.mode=offline"], ["wandb", "pip install"]),
+    "folder": ([*TINY, "run_dir=/proc/nothing"], ["cannot make the run folder /proc/nothing"]),
+    "checkpoint": ([*TINY, "load.path=nowhere.pt"], ["there is no checkpoint nowhere.pt"]),
+    "run": (["resume", "nowhere"], ["no run at nowhere"]),
+    "sweep": (
+        ["train", "-m", "debug=tiny", "training.thread=1,2"],
+        ["no key 'training.thread'", "training.threads"],
+    ),
+}
+
+
+@pytest.fixture
+def without_wandb(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_message_with_the_closest_right_one(mistake: str, capfd, without_wandb):
+    words, expected = MISTAKES[mistake]
+    assert main(words) == 1
+    text = capfd.readouterr().err
+    assert text.count("error: ") == 1 and text.startswith("error: "), text
+    assert "Traceback" not in text
+    for part in expected:
+        assert part in text, (part, text)
+    assert list(Path("outputs").glob("*/*")) == [], "a mistake is no run"
+
+
+def test_a_missing_package_of_a_suite_names_the_line_that_installs_it(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] in ("crafter", "ale_py")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "crafter", None)
+    assert main([*TINY, "environment=crafter", "components/encoder=dict"]) == 1
+    text = capsys.readouterr().err
+    assert "needs the package 'crafter'" in text and 'pip install "rl-lab[crafter]"' in text
+
+
+@pytest.mark.parametrize("verb", sorted(set(VERBS) - set(COMING)))
+def test_every_verb_has_debug_and_says_so(verb: str, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    assert "--debug" in capsys.readouterr().out
+    with pytest.raises(LabError):
+        main([verb, "--no-such-flag", "--debug"])
+    assert main([verb, "--no-such-flag"]) == 1
+    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err or verb == "bench"
+
+
+def test_a_bug_is_one_message_too_unless_debugged(monkeypatch, capsys):
+    def fails(args):
+        return {}["nothing"]
+
+    monkeypatch.setattr("rl_lab.tools.doctor.main", fails)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().err
+    assert "unexpected KeyError: 'nothing' (test_faults_messages.py, line" in text and "--debug" in text
+    with pytest.raises(KeyError):
+        main(["doctor", "--debug"])
+
+
+def test_in_a_shell_the_traceback_comes_on_request_only(tmp_path: Path):
+    command = [sys.executable, "-m", "rl_lab", "train", "experiment=nothing"]
+    plain, debugged = (
+        subprocess.run([*command, *more], capture_output=True, text=True, cwd=tmp_path)
+        for more in ([], ["--debug"])
+    )
+    assert plain.returncode == 1 and "Traceback" not in plain.stderr and plain.stderr.count("\n") == 1
+    assert debugged.returncode == 1 and "Traceback" in debugged.stderr
+
+
+def test_exceptions_in_one_line():
+    assert one_line(ValueError()) == "ValueError"
+    assert one_line(ValueError("\n  first\nsecond")) == "ValueError: first"
+    assert len(one_line(ValueError("x" * 1000))) < 320
+    assert (
+        unexpected(ValueError("never raised"))
+        == "unexpected ValueError: never raised; --debug shows the traceback"
+    )
