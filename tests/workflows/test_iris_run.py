@@ -17,6 +17,9 @@ from rl_lab.utils.checkpoint import CheckpointManager
 QUIET = ["logging.progress=off", "logging.tensorboard=false", "debug=tiny", "training.total_timesteps=120"]
 QUIET += ["training.evaluate.every_env_steps=null", "training.report.every_env_steps=null"]
 
+# Whole runs: minutes on two cores.
+pytestmark = pytest.mark.learning
+
 
 @pytest.mark.parametrize("name", ["iris_catch", "delta_iris_catch"])
 def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
