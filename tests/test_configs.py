@@ -11,7 +11,11 @@ from rl_lab.compose import CONFIG_FOLDER, compose_config, known_choices
 from rl_lab.environments.make import suites
 from rl_lab.errors import MissingPackageError
 
-EXPERIMENTS = known_choices("experiment")
+SLOW = {"dreamer_memory_maze"}  # the simulator takes minutes to draw even a dry run
+EXPERIMENTS = [
+    pytest.param(name, marks=pytest.mark.learning) if name in SLOW else name
+    for name in known_choices("experiment")
+]
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 
 

@@ -19,6 +19,7 @@ from rl_lab.tools.table import print_table
 GROUPS = {
     "experiments": ("experiment", "rl-lab train +experiment=NAME"),
     "workflows": ("workflow", "workflow=NAME in an experiment"),
+    "recipes": ("recipe", "an algorithm's parts, shared by its experiments"),
     "algorithms": ("algorithm", "algorithm=NAME in an experiment: hyperparameters"),
     "components": ("components", "components/KIND=NAME"),
     "controllers": ("controller", "controller=NAME"),
