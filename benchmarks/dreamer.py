@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from rl_lab.buffers.stream import BatchStream
-from rl_lab.build import build_buffers, build_optimizers, build_parts, build_workflow
+from rl_lab.build import assemble_workflow, build_buffers
 from rl_lab.compose import compose_config, resolve_config
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.orchestration.act_runner import ActRunner
 from rl_lab.orchestration.hook_runner import HookRunner
+from rl_lab.orchestration.profiling import print_kernels
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
-from rl_lab.workflows.context import WorkflowContext
 
 ROWS_PER_STREAM = 600
 STREAMS = 16
@@ -64,18 +64,7 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     words += [f"training.fast_path={'off' if options.plain else 'auto'}"]
     words += [f"buffers.replay.capacity={STREAMS * ROWS_PER_STREAM}"]
     config = resolve_config(compose_config(words), spec)
-    components, controllers = build_parts(config, spec, device)
-    context = WorkflowContext(
-        config=config,
-        device=device,
-        spec=spec,
-        components=components,
-        controller_manager=controllers,
-        optimizers=build_optimizers(config, components, controllers),
-    )
-    workflow = build_workflow(config)
-    workflow.attach(context)
-    workflow.initialize(context)
+    workflow = assemble_workflow(config, spec, device)
     buffer = build_buffers(config, spec, workflow.policy_columns(), device)["replay"]
     fill(buffer)
     hook = workflow.hooks()["update"]
@@ -98,9 +87,9 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.profile:
         print_kernels(update)
     name = f"dreamer/{size}"
-    parameters = sum(
-        p.numel() for part in (components, *(m for _, m in controllers.modules())) for p in part.parameters()
-    )
+    parts = workflow.context
+    modules = [parts.components, *(module for _, module in parts.controller_manager.modules())]
+    parameters = sum(p.numel() for module in modules for p in module.parameters())
     rows = [
         {"name": f"{name}/update_ms", "value": statistics.median(times), "unit": "ms"},
         {"name": f"{name}/first_update_s", "value": first, "unit": "s"},
@@ -150,20 +139,6 @@ def act_time(workflow: Any, device: torch.device, repeats: int, *, capture: bool
         _, state, _, _ = runner(obs, state, first, mode)
         times.append((time.perf_counter() - begin) * 1000)
     return statistics.median(times[6:])
-
-
-def print_kernels(update: Any) -> None:
-    """Where the device's time goes in one update."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        update()
-    rows = [row for row in recorded.key_averages() if row.self_device_time_total > 0]
-    rows.sort(key=lambda row: -row.self_device_time_total)
-    total = sum(row.self_device_time_total for row in rows) / 1000
-    print(f"{sum(row.count for row in rows)} kernels, {total:.2f} ms busy")
-    for row in rows[:45]:
-        print(f"{row.self_device_time_total / 1000:8.3f} ms {row.count:6d} x {row.key[:110]}")
 
 
 def wait(device: torch.device) -> None:

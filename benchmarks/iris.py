@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from rl_lab.build import build_optimizers, build_parts, build_workflow
 from rl_lab.compose import compose_config, resolve_config
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.orchestration.hook_runner import HookRunner
+from rl_lab.orchestration.profiling import print_kernels
 from rl_lab.records import ActionSpec, ArraySpec, Batch, BatchSpec, Spec
 from rl_lab.workflows.context import WorkflowContext
 
@@ -46,6 +48,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
         "--tiny", action="store_true", help="smallest nets and batches: whether it runs at all"
     )
     parser.add_argument("--eager", action="store_true", help="without capture")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one update of each part")
     parser.add_argument("--no-parity", action="store_true", help="leave out the comparison with eager calls")
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
@@ -68,6 +71,9 @@ def measure(name: str, options: argparse.Namespace, *, first: bool) -> list[dict
         rows.append(
             row(f"iris/{name}/{part}_ms", statistics.median(case.updates(part, options.updates)), "ms")
         )
+        if options.profile:
+            print(f"{name}, {part}:")
+            print_kernels(partial(case.updates, part, 1), most=25)
         rows.append(row(f"iris/{name}/{part}_parameters", case.parameters[part], "parameters"))
     if first:
         rows.append(row("iris/first_step_s", ready, "s"))

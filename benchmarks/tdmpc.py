@@ -3,7 +3,7 @@
     rl-lab bench tdmpc --size 5m
 
 Each size is built as training builds it (config, parts, optimizers, replay, hook runner with capture); the rows are random.
-A plan is `workflow.act_step`, captured as the update is, with its random numbers drawn, the observation sent and the action
+A plan is acting as training does it (ActRunner): observations sent, the plan replayed with fresh random numbers, actions
 fetched. Times are medians of single calls, each waited for. `first_step_s` is from the start of the process to the
 first update and the first plan for one environment that are replayed from their graphs. `parity` compares captured
 with eager calls of a float32 copy: the largest relative difference of a loss over eight updates, and the largest
@@ -17,6 +17,7 @@ import statistics
 import time
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -24,8 +25,9 @@ from rl_lab.buffers.stream import BatchStream
 from rl_lab.build import build_buffers, build_optimizers, build_parts, build_workflow
 from rl_lab.compose import compose_config, resolve_config
 from rl_lab.launch.runtime import resolve_device
-from rl_lab.orchestration.capture import Capture
+from rl_lab.orchestration.act_runner import EAGER_CALLS, ActRunner
 from rl_lab.orchestration.hook_runner import HookRunner
+from rl_lab.orchestration.profiling import print_kernels
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
 from rl_lab.workflows.context import WorkflowContext
 
@@ -49,6 +51,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--eager", action="store_true", help="without capture")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one update and one plan")
     parser.add_argument("--no-parity", action="store_true", help="leave out the comparison with eager calls")
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
@@ -66,13 +69,16 @@ def measure(size: str, options: argparse.Namespace, *, first: bool) -> list[dict
     planners = [PlanRunner(case, n, capture=not options.eager) for n in map(int, options.envs.split(","))]
     ready = 0.0
     for planner in planners:
-        planner.calls(planner.capture.eager_calls + 1)
+        planner.calls(EAGER_CALLS + 1)
         ready = ready or time.time() - psutil.Process().create_time()
     rows = [row(f"{name}/update_ms", statistics.median(case.updates(options.updates)), "ms")]
     for planner in planners:
         rows.append(
             row(f"{name}/plan_{planner.n}_ms", statistics.median(planner.calls(options.updates)), "ms")
         )
+    if options.profile:
+        print_kernels(lambda: case.updates(1))
+        print_kernels(planners[0].call)
     rows.append(row(f"{name}/parameters", case.parameters, "parameters"))
     if first:
         rows.append(row(f"{name}/first_step_s", ready, "s"))
@@ -144,37 +150,20 @@ class Case:
 
 
 class PlanRunner:
-    """`act_step` for n environments, at fixed addresses, captured."""
+    """Acting for n environments as training does it: observations sent, the plan replayed, actions fetched."""
 
     def __init__(self, case: Case, n: int, *, capture: bool) -> None:
-        workflow, device = case.workflow, case.device
-        self.n, self.device, self.workflow = n, device, workflow
-        host = torch.randn(n, case.options.observations, generator=torch.Generator().manual_seed(n))
-        self.host = host.pin_memory() if device.type == "cuda" else host
-        self.obs = {"vector": host.to(device)}
-        self.state = workflow.initial_policy_state(n)
-        self.is_first = torch.zeros(n, dtype=torch.bool, device=device)
-        self.specs = workflow.act_noise(n)
-        self.noise = {name: torch.empty(spec.shape, device=device) for name, spec in self.specs.items()}
-        numbers = workflow.act_scalars(ActMode())
-        self.scalars = {name: torch.tensor(value, device=device) for name, value in numbers.items()}
-        self.generator = torch.Generator(device).manual_seed(0)
-        self.capture = Capture(self._step, device=device, enabled=capture)
+        self.n = n
+        numbers = np.random.default_rng(n)
+        self.obs = {"vector": numbers.standard_normal((n, case.options.observations), dtype=np.float32)}
+        self.first = np.zeros(n, dtype=bool)
+        self.state: Any = None
+        self.mode = ActMode(generator=torch.Generator(case.device).manual_seed(0))
+        self.runner = ActRunner(case.workflow, device=case.device, capture=capture)
 
-    def _step(self, obs: Any, state: Any, is_first: Any, noise: Any, scalars: Any) -> torch.Tensor:
-        action, after, _ = self.workflow.act_step(obs, state, is_first, noise, scalars)
-        for name, value in after.items():
-            state[name].copy_(value)
-        return action
-
-    @torch.no_grad()
-    def call(self) -> torch.Tensor:
-        self.obs["vector"].copy_(self.host, non_blocking=True)
-        for name, spec in self.specs.items():
-            draw = self.noise[name].normal_ if spec.kind == "normal" else self.noise[name].uniform_
-            draw(generator=self.generator)
-        action: torch.Tensor = self.capture(self.obs, self.state, self.is_first, self.noise, self.scalars)
-        return action.cpu()  # waits for the device
+    def call(self) -> np.ndarray:
+        action, self.state, _, _ = self.runner(self.obs, self.state, self.first, self.mode)
+        return action  # the runner has waited for the device
 
     def calls(self, count: int) -> list[float]:
         """Milliseconds of each of `count` plans."""
@@ -198,11 +187,11 @@ def parity(name: str, size: str, options: argparse.Namespace, device: torch.devi
             seen.append([metrics["loss"], metrics["controller/loss"]])
         losses.append(torch.tensor(seen, dtype=torch.float64))
         planner = PlanRunner(case, 2, capture=capture)
-        actions.append(torch.stack([planner.call() for _ in range(8)]))
+        actions.append(np.stack([planner.call() for _ in range(8)]))
     difference = ((losses[0] - losses[1]).abs() / losses[1].abs().clamp(min=1e-6)).max()
     return [
         row(f"{name}/parity_loss", difference.item(), "relative"),
-        row(f"{name}/parity_action", (actions[0] - actions[1]).abs().max().item(), "of 2"),
+        row(f"{name}/parity_action", float(np.abs(actions[0] - actions[1]).max()), "of 2"),
     ]
 
 

@@ -93,6 +93,9 @@ class ActRunner:
                 self._state[key].copy_(value)
 
     def _step(self, mode: ActMode) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        before_act = getattr(self.policy, "before_act", None)
+        if before_act is not None:
+            before_act(mode)
         key = (mode.sample, mode.temperature, mode.epsilon)
         if key in self._graphs:
             graph, result = self._graphs[key]

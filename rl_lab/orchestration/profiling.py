@@ -1,8 +1,8 @@
-"""A profiler trace of a few updates, for `chrome://tracing` or Perfetto: `training.profile=20`."""
+"""Where the time goes: a trace of a few updates (`training.profile=20`), or a table of the device's kernels (benchmarks)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +46,16 @@ class Trace:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(self.path))
         self.written = True
+
+
+def print_kernels(update: Callable[[], Any], *, most: int = 45) -> None:
+    """Where the device's time goes in one call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        update()
+        torch.cuda.synchronize()
+    rows = [row for row in recorded.key_averages() if row.self_device_time_total > 0]
+    rows.sort(key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows) / 1000
+    print(f"{sum(row.count for row in rows)} kernels, {total:.2f} ms busy")
+    for row in rows[:most]:
+        print(f"{row.self_device_time_total / 1000:8.3f} ms {row.count:6d} x {row.key[:110]}")

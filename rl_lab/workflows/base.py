@@ -79,6 +79,9 @@ class WorldModelWorkflow(ABC):
         """
         raise NotImplementedError
 
+    def before_act(self, mode: ActMode) -> None:
+        """Called before each `act` that may be replayed from a recording: put changing numbers where `act` reads them."""
+
     def initial_policy_state(self, num_envs: int) -> PolicyState:
         """Memory before the first step; `act` itself resets rows where `is_first`."""
         return {}
@@ -146,6 +149,9 @@ class WorldModelWorkflow(ABC):
     def report(self, batch: Batch) -> dict[str, Any]:
         """Things to look at: name -> float, image (C, H, W) or video (T, C, H, W), uint8."""
         return {}
+
+    def weights_loaded(self) -> None:
+        """Parts were given other weights: what was copied from them before is to be copied again."""
 
     def get_state(self) -> dict[str, Any]:
         """State of the algorithm beyond parts, controllers and optimizers."""

@@ -15,6 +15,7 @@ from rl_lab.components.controllers.latent_model import LatentModel, control
 from rl_lab.components.controllers.q_ensemble import choose_pair
 from rl_lab.components.nn.action_encoder import ActionEncoder
 from rl_lab.components.nn.cast_copy import CastCopy
+from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.policies import make_policy
 from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.components.nn.regional_compile import compiling, resolve_compile
@@ -64,7 +65,8 @@ class TDMPCActing(WorldModelWorkflow):
         self.discounts = torch.tensor(s.discounts(tasks), device=self.device)
         self._set_precision(str(context.config.training.precision))
         self._env_steps = 0  # what the planner's schedule goes by
-        self._constants: dict[float, torch.Tensor] = {}
+        self._sent: dict[str, float] = {}  # numbers of the last call, as `_numbers` holds them on the device
+        self._numbers: dict[str, torch.Tensor] = {}
 
     def _set_precision(self, precision: str) -> None:
         """`auto` on CUDA: updates in float32 with TensorFloat-32 products, plans in bfloat16."""
@@ -85,7 +87,7 @@ class TDMPCActing(WorldModelWorkflow):
 
     @contextlib.contextmanager
     def _fast(self) -> Iterator[None]:
-        with compiling(self.compiled), tensor_float(self.tensor_float):
+        with fast_path(self.compiled), tensor_float(self.tensor_float):
             yield
 
     def _task(self, about: Observations) -> TaskRows:
@@ -108,7 +110,7 @@ class TDMPCActing(WorldModelWorkflow):
         if mode.epsilon >= 1.0:  # seeding replay: nothing to plan
             return self._random(n, mode), self.initial_policy_state(n), {}
         noise = self._draw(self.act_noise(n), mode.generator)
-        action, state, extras = self.act_step(obs, policy_state, is_first, noise, self._numbers(mode))
+        action, state, extras = self.act_step(obs, policy_state, is_first, noise, self._scalars_of(mode))
         if mode.epsilon > 0.0:
             chance = torch.rand(n, generator=mode.generator, device=self.device) < mode.epsilon
             chance = chance.view(-1, *[1] * (action.ndim - 1))
@@ -153,6 +155,18 @@ class TDMPCActing(WorldModelWorkflow):
         scalars: Tensors,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Actions (N, …) as stored, and the plan to go on from."""
+        with compiling(self.compiled):
+            return self._plan(latent, task, memory, is_first, noise, scalars)
+
+    def _plan(
+        self,
+        latent: torch.Tensor,
+        task: TaskRows,
+        memory: torch.Tensor,
+        is_first: torch.Tensor,
+        noise: Tensors,
+        scalars: Tensors,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.planning_parts.refresh()
         dtype = self.planning_parts.dtype
         parts: dict[str, Any] = self.planning_parts.parts
@@ -193,13 +207,19 @@ class TDMPCActing(WorldModelWorkflow):
             for name, spec in specs.items()
         }
 
-    def _numbers(self, mode: ActMode) -> dict[str, torch.Tensor]:
-        """`act_scalars` on the device, each value sent there once."""
-        numbers = self.act_scalars(mode)
-        for value in numbers.values():
-            if value not in self._constants:
-                self._constants[value] = torch.tensor(value, device=self.device)
-        return {name: self._constants[value] for name, value in numbers.items()}
+    def before_act(self, mode: ActMode) -> None:
+        for name, value in self.act_scalars(mode).items():
+            if name not in self._numbers:
+                self._numbers[name] = torch.zeros((), device=self.device)
+            if self._sent.get(name) != value:
+                self._numbers[name].fill_(value)
+                self._sent[name] = value
+
+    def _scalars_of(self, mode: ActMode) -> dict[str, torch.Tensor]:
+        """`act_scalars` on the device. While a graph is recorded they are where `before_act` has put them."""
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.before_act(mode)
+        return self._numbers
 
     # ---------------------------------------------------------------- dreaming
 
@@ -249,7 +269,7 @@ class TDMPCActing(WorldModelWorkflow):
         noise = self._draw(self.act_noise(n), mode.generator)
         with self._fast():
             action, memory = self.plan(
-                state["latent"], self._task(state), state["plan"], going_on, noise, self._numbers(mode)
+                state["latent"], self._task(state), state["plan"], going_on, noise, self._scalars_of(mode)
             )
         return action, {**state, "plan": memory}
 

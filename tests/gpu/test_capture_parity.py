@@ -6,17 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from rl_lab.build import Run, build_run, environment_spec
-from rl_lab.compose import compose_config, resolve_config
+from gpu_case import assert_same_losses, built, losses
 
 pytestmark = pytest.mark.gpu
-
-PHASES = [
-    "training.phases=[{name: data, duration_steps: 300, workflow_hooks: [collect]},"
-    " {name: learn, type: offline, duration_updates: 8, workflow_hooks: [HOOK]}]"
-]
-LOGGER = SimpleNamespace(scalars=lambda *a, **k: None, flush=lambda: None, metrics_bytes=lambda: 0)
 
 
 @pytest.fixture(autouse=True)
@@ -27,35 +19,6 @@ def exact_float32():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def built(*words: str, hook: str = "update") -> Run:
-    phases = [word.replace("HOOK", hook) for word in PHASES]
-    config = compose_config(
-        [
-            "debug=tiny",
-            "experiment.device=cuda",
-            "training.evaluate.every_env_steps=null",
-            "training.total_timesteps=1000",
-            *phases,
-            *words,
-        ]
-    )
-    spec = environment_spec(config)
-    return build_run(resolve_config(config, spec), spec, logger=LOGGER, checkpoints=None)
-
-
-def losses(run: Run, hook: str = "update") -> list[dict[str, float]]:
-    """Metrics of each update, read one by one."""
-    orchestrator, read = run.orchestrator, []
-    try:
-        while (action := orchestrator.scheduler.next_action()) is not None:
-            orchestrator.do(action, orchestrator.scheduler.current_phase())
-            if action == hook:
-                read.append(orchestrator.runners[hook].meter.drain())
-    finally:
-        run.close()
-    return read
-
-
 @pytest.mark.parametrize("hook", ["update", "update_world_model", "update_controller"])
 @pytest.mark.parametrize("fast_path", ["off", "on"])
 def test_captured_updates_give_the_eager_numbers(hook: str, fast_path: str):
@@ -64,16 +27,7 @@ def test_captured_updates_give_the_eager_numbers(hook: str, fast_path: str):
     run = built(*words, "training.capture=true", hook=hook)
     captured = losses(run, hook)
     assert run.orchestrator.runners[hook].capture.captured
-    assert len(eager) == len(captured) == 8
-    worst = 0.0
-    for number, (a, b) in enumerate(zip(eager, captured)):
-        for key, value in a.items():
-            difference = abs(value - b[key]) / max(abs(value), 1e-3)
-            worst = max(worst, difference)
-            # The fourth update is the first replay; later ones add up what rounding did before.
-            assert difference < (1e-5 if number <= 3 else 1e-4), (
-                f"update {number + 1}, {key}: {value} and {b[key]}"
-            )
+    worst = assert_same_losses(eager, captured)
     print(f"{hook}: largest relative difference over 8 updates {worst:.1e}")
 
 

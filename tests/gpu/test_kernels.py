@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_lab.components.nn.kernels import images, latent, norm_silu, recurrence, recurrent
+from rl_lab.components.nn.kernels import images, latent, norm_activate, norm_silu, recurrence, recurrent
 
 pytestmark = pytest.mark.gpu
 
@@ -145,3 +145,22 @@ def test_recurrence(rows: int, steps: int):
             recurrence.reverse_recurrence(*on_gpu(base, gain, final)),
             recurrence.reverse_recurrence(base, gain, final),
         )
+
+
+@pytest.mark.parametrize("members, rows, features", [(1, 5, 24), (5, 768, 512), (1, 8192, 512), (2, 33, 256)])
+@pytest.mark.parametrize("activation", ["mish", "simnorm"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_norm_activate(members: int, rows: int, features: int, activation: str, with_bias: bool):
+    x, grad = torch.randn(2, members, rows, features)
+    bias = torch.randn(members, features) if with_bias else None
+    scale, shift = torch.rand(members, features) + 0.5, torch.randn(members, features)
+    settings = (1e-5, activation, 8)
+    agree(
+        norm_activate.norm_activate_forward(*on_gpu(x, bias, scale, shift), *settings),
+        norm_activate.norm_activate_forward(x, bias, scale, shift, *settings),
+    )
+    cuda = norm_activate.norm_activate_backward(*on_gpu(grad, x, bias, scale, shift), *settings)
+    for found, expected in zip(
+        cuda, norm_activate.norm_activate_backward(grad, x, bias, scale, shift, *settings)
+    ):
+        agree(found, expected)

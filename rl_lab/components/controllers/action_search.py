@@ -50,17 +50,25 @@ class ActionSearch(Protocol):
 
 
 @piece
+def draw_normal(mean: torch.Tensor, std: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """mean, std (N, 1, H, A), noise (N, S, H, A) -> (N, S, H, A) within ±1."""
+    return torch.addcmul(mean, noise, std).clamp(-1.0, 1.0)
+
+
+@piece
 def refit_normal(
     elites: torch.Tensor,  # (N, E, H, A)
     weight: torch.Tensor,  # (N, E, 1, 1)
     mean: torch.Tensor,  # (N, H, A)
     momentum: float,
+    floor: torch.Tensor | float,
+    ceiling: float,
 ) -> torch.Tensor:
     """Weighted mean and deviation of the elites, (2, N, H, A); `momentum` is the share of the mean before."""
     fresh = (weight * elites).sum(1)
     # The deviation is taken around the elites' own mean.
     std = (weight * (elites - fresh.unsqueeze(1)).square()).sum(1).sqrt()
-    return torch.stack([mean * momentum + fresh * (1.0 - momentum), std])
+    return torch.stack([mean * momentum + fresh * (1.0 - momentum), std.clamp(min=floor).clamp(max=ceiling)])
 
 
 class NormalSearch:
@@ -95,13 +103,14 @@ class NormalSearch:
         if self.uniform:
             return noise * 2.0 - 1.0
         mean, std = parameters
-        return torch.addcmul(mean.unsqueeze(1), noise, std.unsqueeze(1)).clamp(-1.0, 1.0)
+        return draw_normal(mean.unsqueeze(1), std.unsqueeze(1), noise)
 
     def refit(
         self, parameters: Parameters, elites: torch.Tensor, weight: torch.Tensor, floor: torch.Tensor | float
     ) -> Parameters:
-        mean, std = refit_normal(elites, weight[..., None, None], parameters[0], self.momentum)
-        return mean, std.clamp(min=floor).clamp(max=self.max_std)
+        weight = weight[..., None, None]
+        mean, std = refit_normal(elites, weight, parameters[0], self.momentum, floor, self.max_std)
+        return mean, std
 
     def choose(
         self,

@@ -37,6 +37,8 @@ class LatentModel:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.dtype = dtype
+        # As wide as the weights that wait for it: with a task beside the action, the layer sees to that.
+        self.action_width = None if task is not None else pair[0]["input1"].shape[1]
         self._dynamics, self._reward, self._policy = dynamics, reward_head, policy
         self._critic, self._online, self._pair = critic, online, pair
         self._termination = termination_head

@@ -9,7 +9,8 @@ A model is anything with
 
 and, where it has them, `alive(following) -> (R, …)` (probability that the episode goes on), `noise` (name -> NoiseSpec
 of one row, for `next`, `value`, `policy`; None is passed where it has none), `dtype` (what it wants actions in) and
-`rewards_on_arrival` (False: `reward` does not look at the following latents and is given None).
+`rewards_on_arrival` (False: `reward` does not look at the following latents and is given None), `action_width` (zeros
+behind an action up to there).
 Actions are as networks see them: numbers in [-1, 1], or one-hot choices side by side.
 
 Everything is a pure function of tensors with fixed shapes: noise comes in, no number is read by the host, the loop
@@ -26,6 +27,8 @@ import torch
 
 from rl_lab.components.controllers.action_search import ActionSearch, CategoricalSearch, NormalSearch
 from rl_lab.components.nn.categorical import sample_index
+from rl_lab.components.nn.normed_mlp import pad_to
+from rl_lab.components.nn.regional_compile import piece
 from rl_lab.errors import ConfigError, closest
 from rl_lab.records import NoiseSpec, Spec
 
@@ -167,7 +170,6 @@ class MPCPlanner:
                 value_noise=noise["value"][i] if "value" in noise else None,
                 horizon=horizon,
             ).view(n, self.samples)
-            values = values.nan_to_num(nan=WORST, neginf=WORST)
             best, index = torch.topk(values, self.elites, dim=1, sorted=False)
             chosen = index[..., None, None].expand(-1, -1, *actions.shape[2:])
             elites = actions.gather(1, chosen)  # (N, E, H, A)
@@ -204,6 +206,7 @@ class MPCPlanner:
         return torch.stack(actions, 1).unflatten(0, (n, self.policy_samples))
 
 
+@piece
 def elite_weights(values: torch.Tensor, temperature: float) -> torch.Tensor:
     """MPPI's weights: values (N, E) -> exp(temperature · (value − best)), summing to 1; temperature 0 weighs alike."""
     return torch.softmax(temperature * values, 1)
@@ -212,6 +215,18 @@ def elite_weights(values: torch.Tensor, temperature: float) -> torch.Tensor:
 def discount_weights(discount: torch.Tensor, horizon: int) -> torch.Tensor:
     """1, γ, …, γᴴ for each environment: (N,) -> (N, H + 1)."""
     return discount.unsqueeze(1) ** torch.arange(horizon + 1, device=discount.device)
+
+
+@piece
+def discounted(
+    rewards: torch.Tensor,  # (R, H)
+    weight: torch.Tensor,  # (R, H)
+    value: torch.Tensor,  # (R,)
+    last: torch.Tensor,  # (R,)
+) -> torch.Tensor:
+    """Σ weight · reward + last · value, (R,); what is no number is the worst."""
+    total = (weight * rewards.float()).sum(1) + last * value.float()
+    return total.nan_to_num(nan=WORST, neginf=WORST)
 
 
 def trajectory_values(
@@ -233,7 +248,7 @@ def trajectory_values(
     # Rewards do not feed back into the rollout: one call for all steps.
     ends = hasattr(model, "alive")
     following = stack(latents[1:]) if ends or getattr(model, "rewards_on_arrival", True) else None
-    rewards = model.reward(stack(latents[:-1]), wanted, following).float()  # (R, H)
+    rewards = model.reward(stack(latents[:-1]), wanted, following)  # (R, H)
     if ends:
         alive = model.alive(following).float().cumprod(1)  # (R, H)
         weight = torch.cat([weight[:, :1], weight[:, 1:] * alive], 1)
@@ -242,7 +257,7 @@ def trajectory_values(
     else:
         last, end = weight.index_select(1, horizon.view(1)).squeeze(1), pick(stack(latents), horizon)
         rewards = rewards * (torch.arange(steps, device=actions.device) < horizon)
-    return (weight[:, :-1] * rewards).sum(1) + last * model.value(end, value_noise).float()
+    return discounted(rewards, weight[:, :-1], model.value(end, value_noise), last)
 
 
 # ---------------------------------------------------------------- latents: a tensor, or a dict of them
@@ -271,7 +286,8 @@ def pick(latents: Latent, index: torch.Tensor) -> Latent:
 
 def _as_wanted(model: Any, action: torch.Tensor) -> torch.Tensor:
     dtype = getattr(model, "dtype", None)
-    return action if dtype is None else action.to(dtype)
+    action = action if dtype is None else action.to(dtype)
+    return pad_to(action, getattr(model, "action_width", None) or action.shape[-1])
 
 
 def _widened(spec: NoiseSpec, *batch: int) -> NoiseSpec:

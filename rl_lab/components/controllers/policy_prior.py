@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rl_lab.components.nn.categorical import straight_through
+from rl_lab.components.nn.categorical import straight_through, unimix_probs
 from rl_lab.components.nn.normed_mlp import NormedMLP
 from rl_lab.components.nn.regional_compile import piece
 from rl_lab.errors import ConfigError
@@ -31,7 +31,6 @@ def squash(raw: torch.Tensor, noise: torch.Tensor, low: float, high: float) -> t
     return torch.tanh(mean + noise * log_std.exp())
 
 
-@piece
 def scaled_entropy(
     raw: torch.Tensor, noise: torch.Tensor, mask: Mask, low: float, high: float
 ) -> torch.Tensor:
@@ -50,21 +49,35 @@ def scaled_entropy(
 class PolicyPrior(nn.Module):
     """The network, and what all three kinds share."""
 
-    noise: NoiseSpec
+    discrete = False  # the kind of actions it is for
+    deviations = False  # whether the network gives a deviation for each part of the action, behind the means
 
     def __init__(
         self,
-        width: int,
         *,
+        spec: Spec,
         latent: int,
         units: int,
         context: int = 0,
         hidden: Sequence[str] = ("norm+mish", "norm+mish"),
         init: str = "normal",
     ) -> None:
+        action = spec.action
+        if (action.kind != "continuous") != self.discrete:
+            other = "tdmpc_policy" if self.discrete else "tdmpc_categorical_policy"
+            raise ConfigError(
+                f"{type(self).__name__} needs {'discrete' if self.discrete else 'continuous'} actions, and "
+                f"{spec.name}'s are {action.kind}: use controllers.policy={other}"
+            )
         super().__init__()
-        self.mlp = NormedMLP(
-            [latent, context] if context else [latent], units, width, hidden=hidden, init=init
+        inputs = [latent, context] if context else [latent]
+        outputs = action.size * (2 if self.deviations else 1)
+        self.mlp = NormedMLP(inputs, units, outputs, hidden=hidden, init=init)
+        # The random numbers of one action: one for each choice, or for each number.
+        self.noise = (
+            NoiseSpec((len(action.choices),), "uniform")
+            if self.discrete
+            else NoiseSpec((action.size,), "normal")
         )
 
     def forward(self, latent: torch.Tensor, *task: torch.Tensor) -> torch.Tensor:
@@ -91,6 +104,8 @@ class GaussianPrior(PolicyPrior):
     correction for the tanh once. A plain entropy would be `d = 1`; the factor makes it matter as much in large spaces.
     """
 
+    deviations = True
+
     def __init__(
         self,
         *,
@@ -103,14 +118,7 @@ class GaussianPrior(PolicyPrior):
         log_std_min: float = -10.0,
         log_std_max: float = 2.0,
     ) -> None:
-        if spec.action.kind != "continuous":
-            raise ConfigError(
-                f"a normal policy needs continuous actions, and {spec.name}'s are {spec.action.kind}: use "
-                "controllers.policy=tdmpc_categorical_policy"
-            )
-        size = spec.action.size
-        super().__init__(2 * size, latent=latent, units=units, context=context, hidden=hidden, init=init)
-        self.noise = NoiseSpec((size,), "normal")
+        super().__init__(spec=spec, latent=latent, units=units, context=context, hidden=hidden, init=init)
         self.limits = (log_std_min, log_std_max)
 
     def sample(
@@ -143,13 +151,7 @@ class DeterministicPrior(PolicyPrior):
         std: float = 0.05,
         noise_limit: float = 0.3,
     ) -> None:
-        if spec.action.kind != "continuous":
-            raise ConfigError(
-                f"this policy needs continuous actions, and {spec.name}'s are {spec.action.kind}"
-            )
-        size = spec.action.size
-        super().__init__(size, latent=latent, units=units, context=context, hidden=hidden, init=init)
-        self.noise = NoiseSpec((size,), "normal")
+        super().__init__(spec=spec, latent=latent, units=units, context=context, hidden=hidden, init=init)
         self.std = std
         self.noise_limit = noise_limit
 
@@ -172,6 +174,8 @@ class DeterministicPrior(PolicyPrior):
 class CategoricalPrior(PolicyPrior):
     """One or several choices, one-hot side by side; the gradient passes straight through the sample."""
 
+    discrete = True
+
     def __init__(
         self,
         *,
@@ -183,20 +187,13 @@ class CategoricalPrior(PolicyPrior):
         init: str = "normal",
         unimix: float = 0.01,
     ) -> None:
-        if spec.action.kind == "continuous":
-            raise ConfigError(
-                f"a categorical policy needs discrete actions, and {spec.name}'s are continuous"
-            )
-        size = spec.action.size
-        super().__init__(size, latent=latent, units=units, context=context, hidden=hidden, init=init)
+        super().__init__(spec=spec, latent=latent, units=units, context=context, hidden=hidden, init=init)
         self.choices = spec.action.choices
         self.unimix = unimix
-        self.noise = NoiseSpec((len(self.choices),), "uniform")
 
     def probabilities(self, latent: torch.Tensor, *task: torch.Tensor) -> list[torch.Tensor]:
         """For each choice, (…, options)."""
-        raw = self.mlp(latent, *task).float().split(self.choices, -1)
-        return [torch.softmax(part, -1) * (1 - self.unimix) + self.unimix / part.shape[-1] for part in raw]
+        return [unimix_probs(part, self.unimix) for part in self.mlp(latent, *task).split(self.choices, -1)]
 
     def sample(
         self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None

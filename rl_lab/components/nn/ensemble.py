@@ -8,20 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.nn.normed_mlp import EPS, activate, initialise, parse_layer
-from rl_lab.components.nn.regional_compile import piece
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.kernels.norm_activate import FUSED, fused_norm_activate
+from rl_lab.components.nn.normed_mlp import EPS, activate, initialise, missing, pad_to, parse_layer
 
 Weights = list[
     dict[str, torch.Tensor]
 ]  # by layer: input0, input1, …, bias, and scale, shift where it has a norm
 
 
-@piece
 def norm_activate_stacked(
-    x: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
+    x: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> torch.Tensor:
     """As `norm_activate`, with a norm for each member: x (E, rows, F), bias, scale and shift (E, 1, F)."""
-    x = F.layer_norm(x + bias, x.shape[-1:], None, None, EPS)
+    if fast() and activation in FUSED:
+        start = None if bias is None else bias.squeeze(1)
+        return fused_norm_activate(x, start, scale.squeeze(1), shift.squeeze(1), EPS, activation)
+    x = F.layer_norm(x if bias is None else x + bias, x.shape[-1:], None, None, EPS)
     return activate(torch.addcmul(shift, x, scale), activation, 1)
 
 
@@ -67,6 +70,18 @@ class EnsembleMLP(nn.Module):
     def _add(self, name: str, layer: int, value: torch.Tensor) -> None:
         self.register_parameter(f"{name}_{layer}", nn.Parameter(value))
 
+    def widen(self, multiple: int) -> None:
+        """Zeros beside the weights until their widths are multiples, as for a Layer."""
+        last = len(self.words) - 1
+        for name, value in list(self.named_parameters()):
+            kind, _, layer = name.rpartition("_")
+            # A norm over the outputs must not see zeros that are not there.
+            normed = parse_layer(self.words[int(layer)])[0] or int(layer) != last
+            more = 0 if normed else missing(self.outputs, multiple)
+            rows = missing(value.shape[1], multiple) if kind.startswith("input") else 0
+            padded = F.pad(value.detach(), (0, more, 0, rows))
+            setattr(self, name, nn.Parameter(padded, requires_grad=False))
+
     def weights(self) -> Weights:
         """The tensors of each layer, (E, …) each. In a slow copy they are buffers."""
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
@@ -96,18 +111,18 @@ class EnsembleMLP(nn.Module):
         members = len(layers[0]["bias"])
         x = [part.reshape(1, -1, part.shape[-1]).expand(members, -1, -1) for part in parts]
         for number, (layer, word) in enumerate(zip(layers, self.words)):
-            y = torch.bmm(x[0], layer["input0"])
+            y = torch.bmm(pad_to(x[0], layer["input0"].shape[1]), layer["input0"])
             for place in range(1, len(x)):
                 # In place: added by the product itself, without a copy of y before it.
-                y = y.baddbmm_(x[place].to(y.dtype), layer[f"input{place}"].to(y.dtype))
-            bias = layer["bias"]
+                weight = layer[f"input{place}"]
+                y = y.baddbmm_(pad_to(x[place], weight.shape[1]).to(y.dtype), weight.to(y.dtype))
+            bias: torch.Tensor | None = layer["bias"]
             if number == 0 and dropout is not None and rate > 0.0:
-                keep = (dropout >= rate) * (1.0 / (1.0 - rate))
-                y, bias = y * keep, bias * keep
+                y, bias = (y + bias) * ((dropout >= rate) * (1.0 / (1.0 - rate))), None
             has_norm, activation = parse_layer(word)
             if has_norm:
                 y = norm_activate_stacked(y, bias, layer["scale"], layer["shift"], activation)
             else:
-                y = activate(y + bias, activation, 1)
+                y = activate(y if bias is None else y + bias, activation, 1)
             x = [y]
-        return x[0].unflatten(1, batch)
+        return x[0][..., : self.outputs].unflatten(1, batch)

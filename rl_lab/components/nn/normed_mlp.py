@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.nn.regional_compile import piece
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.kernels.norm_activate import FUSED, fused_norm_activate
 from rl_lab.components.nn.simnorm import GROUP, simnorm
 from rl_lab.errors import ConfigError, closest
 
@@ -30,12 +31,25 @@ def activate(x: torch.Tensor, activation: str, group: int) -> torch.Tensor:
     return torch.tanh(x) if activation == "tanh" else getattr(F, activation)(x)
 
 
-@piece
 def norm_activate(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str, group: int
 ) -> torch.Tensor:
     """LayerNorm over the last axis, then the activation: x (rows, F), weight and bias (F,) -> (rows, F)."""
+    if fast() and activation in FUSED:
+        alone = x.unsqueeze(0), None, weight.unsqueeze(0), bias.unsqueeze(0)
+        return fused_norm_activate(*alone, EPS, activation, group).squeeze(0)
     return activate(F.layer_norm(x, x.shape[-1:], weight, bias, EPS), activation, group)
+
+
+def pad_to(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Zeros behind the last axis up to `width`."""
+    assert x.shape[-1] <= width, f"{x.shape[-1]} numbers do not fit into {width}"
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def missing(width: int, multiple: int) -> int:
+    """What `width` lacks to be a multiple."""
+    return -width % multiple
 
 
 def parse_layer(word: str) -> tuple[bool, str]:
@@ -82,19 +96,31 @@ class Layer(nn.Module):
         joint = torch.empty(outputs, sum(inputs))
         joint = joint.zero_() if zero else initialise(joint, init)
         self.parts = len(inputs)
+        self.outputs = outputs
         for place, part in enumerate(joint.split(list(inputs), 1)):
             self.register_parameter(f"weight{place}", nn.Parameter(part.clone()))
         self.bias = nn.Parameter(torch.zeros(outputs))
         self.norm = nn.LayerNorm(outputs, eps=EPS) if self.has_norm else None
 
+    def widen(self, multiple: int) -> None:
+        """Zeros beside the weights until their widths are multiples: what matrix units need. For copies that only predict."""
+        # A norm over the outputs must not see zeros that are not there.
+        more = 0 if self.has_norm or self.activation == "simnorm" else missing(self.outputs, multiple)
+        for place in range(self.parts):
+            weight = getattr(self, f"weight{place}").detach()
+            padded = F.pad(weight, (0, missing(weight.shape[1], multiple), 0, more))
+            setattr(self, f"weight{place}", nn.Parameter(padded, requires_grad=False))
+        self.bias = nn.Parameter(F.pad(self.bias.detach(), (0, more)), requires_grad=False)
+
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
         """parts: (rows, inputs[i]) each -> (rows, outputs)."""
         assert len(parts) == self.parts, f"a layer of {self.parts} inputs was given {len(parts)}"
-        x = F.linear(parts[0], self.weight0, self.bias)
+        x = F.linear(pad_to(parts[0], self.weight0.shape[1]), self.weight0, self.bias)
         for place in range(1, self.parts):
             weight = getattr(self, f"weight{place}")
             # In place: added by the product itself, without a copy of x before it.
-            x = x.addmm_(parts[place].to(x.dtype), weight.t().to(x.dtype))
+            x = x.addmm_(pad_to(parts[place], weight.shape[1]).to(x.dtype), weight.t().to(x.dtype))
+        x = x if x.shape[-1] == self.outputs else x[..., : self.outputs]
         if self.norm is not None:
             return norm_activate(x, self.norm.weight, self.norm.bias, self.activation, self.group)
         return activate(x, self.activation, self.group)
@@ -137,4 +163,4 @@ class NormedMLP(nn.Module):
         x: tuple[torch.Tensor, ...] = tuple(part.reshape(-1, part.shape[-1]) for part in parts)
         for layer in self.layers:
             x = (layer(*x),)
-        return x[0].view(*batch, self.outputs)
+        return x[0].unflatten(0, batch)

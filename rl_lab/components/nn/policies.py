@@ -63,11 +63,9 @@ class CategoricalPolicy:
 
     def random(self, noise: torch.Tensor) -> torch.Tensor:
         """A uniformly random action from uniform noise (…, k)."""
-        limits = torch.tensor(self.choices, device=noise.device)
-        action = torch.minimum(
-            (noise * limits).long(), limits - 1
-        )  # noise × limits may round up to the limit
-        return action.squeeze(-1) if self.single else action
+        # Number by number: nothing is sent from the host, so it can be recorded. noise × count may round up to count.
+        draws = zip(noise.unbind(-1), self.choices)
+        return self._join([(u * count).long().clamp(max=count - 1) for u, count in draws])
 
 
 class NormalPolicy:

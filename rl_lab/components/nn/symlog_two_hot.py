@@ -16,12 +16,11 @@ from rl_lab.errors import ConfigError
 
 @piece
 def decode(logits: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
-    """(…, K) logits, (K,) bins -> (…): the mean bin, out of symlog space. float32 whatever the logits are."""
+    """(R, K) logits, (K,) bins -> (R,): the mean bin, out of symlog space. float32 whatever the logits are."""
     # Multiplied and summed, not a matrix product: autocast would do that in bfloat16.
     return symexp((torch.softmax(logits.float(), -1) * bins).sum(-1))
 
 
-@piece
 def cross_entropy(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """(…, K) logits, (…, K) probabilities of the target -> (…)."""
     return -(weights * torch.log_softmax(logits.float(), -1)).sum(-1)
@@ -54,7 +53,8 @@ class SymlogTwoHot(nn.Module):
 
     def mean(self, logits: torch.Tensor) -> torch.Tensor:
         """(…, bins) -> (…)."""
-        return decode(logits, self.centers)
+        # Rows in one line: one compilation serves every number of axes.
+        return decode(logits.reshape(-1, logits.shape[-1]), self.centers).view(logits.shape[:-1])
 
     def loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Cross entropy: logits (…, bins), target (…) or broadcast to it -> (…)."""
