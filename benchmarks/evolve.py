@@ -244,10 +244,9 @@ def play_alone(world: World, chosen: argparse.Namespace, number: int, start: Any
 
 def make_workflow(world: World, chosen: argparse.Namespace) -> Any:
     """The experiment's nets, untrained."""
-    from rl_lab.build import build_parts, build_workflow
+    from rl_lab.build import assemble_workflow
     from rl_lab.compose import compose_config, resolve_config
     from rl_lab.environments.make import probe_spec
-    from rl_lab.workflows.context import WorkflowContext
 
     spec = probe_spec(world.task, **world.options)
     config = compose_config(
@@ -263,15 +262,7 @@ def make_workflow(world: World, chosen: argparse.Namespace) -> Any:
         ]
     )
     resolve_config(config, spec)
-    device = torch.device("cpu")
-    components, controllers = build_parts(config, spec, device)
-    context = WorkflowContext(
-        config=config, device=device, spec=spec, components=components, controller_manager=controllers
-    )
-    workflow = build_workflow(config)
-    workflow.attach(context)
-    workflow.initialize(context)
-    return workflow
+    return assemble_workflow(config, spec, torch.device("cpu"), optimizers=False)
 
 
 def candidates(workflow: Any, chosen: argparse.Namespace) -> torch.Tensor:

@@ -1,37 +1,126 @@
 #!/usr/bin/env bash
-# World Models on CarRacing in three steps, for two machines: one with a GPU and many cores, one with time.
+# World Models on CarRacing. On one machine, against the clock:
 #
-#   scripts/og_wm_carracing.sh networks RUN WEIGHTS    collect, train V and M, leave their weights in files under 16 MiB
-#   scripts/og_wm_carracing.sh evolve WEIGHTS RUN      evolve the controller on them; given again, it goes on
-#   scripts/og_wm_carracing.sh score RUN               20 tracks that evolution never saw
+#   scripts/og_wm_carracing.sh all RUN [budget=1000]   collect, V, M, evolve, score: all within that many seconds
 #
-# Words behind these go to `rl-lab train` (`rl-lab eval`), such as algorithm.stages.collect_steps=200000. The sizes here:
-#   networks  400,000 frames (400 random rollouts), 20,000 updates of V, 3,000 of M: reckoned at ten minutes with 16 cores
-#   evolve    16 candidates, 2 tracks each, the same for all: for two cores
+# or in steps, where one machine has the GPU and another has time:
+#
+#   scripts/og_wm_carracing.sh check RUN               every stage at its smallest, in seconds: does it run here?
+#   scripts/og_wm_carracing.sh networks RUN            collect, train V and M; RUN/weights has them, under 16 MiB a file
+#   scripts/og_wm_carracing.sh evolve RUN              evolve the controller on RUN/weights
+#   scripts/og_wm_carracing.sh score RUN               20 tracks that evolution never saw; RUN/result has all that counts
+#
+# Given again, a step goes on where it was. Words of this script, with what they are without one:
+#   backend=auto       envpool where it is installed, else gymnasium
+#   workers=           processes that step environments; all cores but two
+#   budget=            seconds of the step; at their end evolution stops, saved. `all` spends 1,000
+# All others go to `rl-lab train`, such as algorithm.stages.collect_steps=100000.
+#
+# The sizes here: 250,000 frames (500 random rollouts), 20,000 updates of V and 2,500 of M, reckoned at three minutes with
+# a GPU and ten cores; 40 candidates with 2 tracks each, the same for all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-command=${1:?networks, evolve or score}
-python=${PYTHON:-python}
-train=("$python" -m rl_lab train +experiment=og_wm_carracing logging.tensorboard=false)
+step=${1:?all, check, networks, evolve or score} run=${2:?a folder for the run}
+shift 2
+python=${PYTHON:-python3}
+cores=$(nproc)
+backend=auto workers=$((cores > 3 ? cores - 2 : cores)) budget=
+words=()
+for word in "$@"; do
+  case $word in
+  backend=* | workers=* | budget=*) declare "${word%%=*}=${word#*=}" ;;
+  *) words+=("$word") ;;
+  esac
+done
+if [ "$backend" = auto ]; then
+  backend=gymnasium
+  "$python" -c "import envpool" 2>/dev/null && backend=envpool
+fi
+train=("$python" -m rl_lab train +experiment=og_wm_carracing logging.tensorboard=false "environment.backend=$backend"
+  "environment.workers=$workers" "++environment.eval.workers=$workers")
 
-case $command in
-networks)
-  run=${2:?a folder for the run} weights=${3:?a folder for the weights}
-  "${train[@]}" phases=og_wm_networks run_dir="$run" environment.num_envs=64 \
-    algorithm.stages.collect_steps=400000 algorithm.stages.vae_updates=20000 algorithm.stages.mdn_updates=3000 \
-    buffers.replay.capacity=450000 training.checkpoint.every_cycles=1000 training.report.every_cycles=1000 "${@:4}"
-  "$python" scripts/split_weights.py split "$run" "$weights"
+say() { echo "[$(date -u +%H:%M:%S)] $*"; }
+
+# limited SECONDS COMMAND…: asks it to stop, saved, when the time is over. 0: no limit.
+limited() {
+  local seconds=$1 code=0
+  shift
+  if [ "$seconds" = 0 ]; then "$@"; return; fi
+  timeout --signal=TERM --kill-after=60 "$seconds" "$@" || code=$?
+  [ "$code" = 0 ] || [ "$code" = 124 ]
+}
+
+check() {
+  say "check with $backend"
+  rm -rf "$run/check"
+  "${train[@]}" phases=og_wm run_dir="$run/check" debug=tiny training.total_timesteps=null \
+    environment.workers=2 "++environment.eval.workers=2" algorithm.stages.vae_updates=8 algorithm.stages.mdn_updates=8 \
+    algorithm.stages.generations=2 algorithm.stages.evaluate_every=2 algorithm.evolution.num_envs=4 training.report.every_env_steps=null \
+    training.evaluate.every_env_steps=null >"$run/check.log" 2>&1
+}
+
+networks() {
+  if [ -f "$run/weights/weights_0.pt" ]; then return; fi
+  say "networks with $backend, $workers workers"
+  "${train[@]}" phases=og_wm_networks run_dir="$run/networks" environment.num_envs=$((4 * workers)) \
+    algorithm.stages.time_limit=500 algorithm.batch_length=199 \
+    algorithm.stages.collect_steps=250000 algorithm.stages.vae_updates=20000 algorithm.stages.mdn_updates=2500 \
+    buffers.replay.capacity=300000 training.checkpoint.every_cycles=25 training.report.every_cycles=1000 "${words[@]}"
+  "$python" scripts/split_weights.py split "$run/networks" "$run/weights"
+}
+
+# evolve SECONDS
+evolve() {
+  say "evolve with $backend, $workers workers, $1 seconds (0: no limit)"
+  "$python" scripts/split_weights.py join "$run/weights" "$run/weights.pt"
+  limited "$1" "${train[@]}" phases=og_wm_evolve run_dir="$run/evolve" load.path="$run/weights.pt" \
+    environment.num_envs=1 environment.eval.num_envs=$((2 * workers)) buffers.replay.capacity=1000 \
+    algorithm.evolution.population=$((4 * workers)) algorithm.evolution.episodes=2 \
+    algorithm.evolution.num_envs=$((4 * workers)) algorithm.stages.evaluate_every=5 \
+    training.evaluate.episodes=$((2 * workers)) "${words[@]}"
+}
+
+# score of WHICH (best, last) with BACKEND
+score_one() {
+  say "score of $1 with $2"
+  "$python" -m rl_lab eval "$run/evolve" --checkpoint "$1" --episodes 20 --seed 2018 --envs 20 --no-video \
+    --env "backend=$2" --env "workers=$workers" --json "$run/result/score_$1_$2.json"
+}
+
+score() {
+  mkdir -p "$run/result"
+  score_one best "$backend"
+  score_one last "$backend"
+  if [ "$backend" != gymnasium ]; then score_one best gymnasium || say "no score with gymnasium"; fi
+  for part in networks evolve; do
+    if [ -f "$run/$part/metrics.jsonl" ]; then gzip -c "$run/$part/metrics.jsonl" >"$run/result/$part.jsonl.gz"; fi
+  done
+  "$python" scripts/split_weights.py split "$run/evolve/checkpoints/best.pt" "$run/result"
+}
+
+mkdir -p "$run"
+run=$(cd "$run" && pwd)
+case $step in
+check) check ;;
+networks) networks ;;
+evolve) evolve "${budget:-0}" ;;
+score) score ;;
+all)
+  began=$SECONDS
+  if ! check; then
+    tail -n 5 "$run/check.log"
+    say "without recorded graphs then"
+    train+=("training.capture=false")
+    check || { tail -n 5 "$run/check.log"; exit 1; }
+  fi
+  networks
+  left=$((${budget:-1000} - (SECONDS - began) - 75)) # the score takes about a minute
+  evolve $((left > 60 ? left : 60))
+  score
+  say "done in $((SECONDS - began)) seconds"
   ;;
-evolve)
-  weights=${2:?the folder with the weights} run=${3:?a folder for the run}
-  "$python" scripts/split_weights.py join "$weights" "$weights/weights.pt"
-  "${train[@]}" phases=og_wm_evolve run_dir="$run" load.path="$weights/weights.pt" \
-    environment.num_envs=1 environment.eval.num_envs=8 buffers.replay.capacity=1000 \
-    algorithm.evolution.population=16 algorithm.evolution.episodes=2 algorithm.evolution.num_envs=16 "${@:4}"
+*)
+  echo "no step '$step': all, check, networks, evolve or score" >&2
+  exit 1
   ;;
-score)
-  run=${2:?the run}
-  "$python" -m rl_lab eval "$run" --checkpoint best --episodes 20 --seed 2018 "${@:3}"
-  ;;
-*) echo "no step '$command': networks, evolve or score" >&2; exit 1 ;;
 esac

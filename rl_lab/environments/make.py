@@ -102,7 +102,7 @@ class EnvFactory:
         if limit is not None:
             env = TimeLimit(env, limit)
         if self.pixels:
-            env = RenderedPixels(env, keep=self.pixels == "both")
+            env = RenderedPixels(env, keep=self.pixels == "both", size=size)
         env = DictObservation(env, self.observations)
         if size is not None:
             env = Resize(env, size)

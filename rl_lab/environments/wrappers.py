@@ -68,11 +68,15 @@ def without_time_limit(env: gymnasium.Env) -> gymnasium.Env:
 
 
 class RenderedPixels(gymnasium.ObservationWrapper):
-    """The rendered frame as observation: alone, or (`keep`) as `image` beside what the environment shows."""
+    """The rendered frame as observation: alone, or (`keep`) as `image` beside what the environment shows.
 
-    def __init__(self, env: gymnasium.Env, keep: bool) -> None:
+    size: height and width to scale it to; a large frame is then not turned around (as `Resize` has to) on its way
+    """
+
+    def __init__(self, env: gymnasium.Env, keep: bool, size: tuple[int, int] | None = None) -> None:
         super().__init__(env)
         self.keep = keep
+        self.size = size
         env.reset(seed=0)  # the frame's size is known only from a frame, and most render only after a reset
         frame = self._frame()
         image = spaces.Box(0, 255, frame.shape, np.uint8)
@@ -93,7 +97,9 @@ class RenderedPixels(gymnasium.ObservationWrapper):
         frame = np.asarray(self.env.render())
         if frame.ndim != 3 or frame.dtype != np.uint8:
             raise ConfigError("pixels=true needs an environment whose render() gives (H, W, 3) uint8 frames")
-        return frame
+        if self.size is None or frame.shape[:2] == self.size or frame.shape[2] != 3:
+            return frame
+        return scale(frame, self.size)
 
 
 class DictObservation(gymnasium.ObservationWrapper):
@@ -143,14 +149,18 @@ class Resize(gymnasium.ObservationWrapper):
 
 def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """(C, H, W) uint8 at (height, width), with Pillow's bilinear filter."""
+    if len(image) == 3:
+        return np.ascontiguousarray(
+            scale(np.ascontiguousarray(image.transpose(1, 2, 0)), size).transpose(2, 0, 1)
+        )
+    return np.stack([scale(plane, size) for plane in image])
+
+
+def scale(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """(H, W) or (H, W, 3) uint8 at (height, width)."""
     from PIL import Image
 
-    def scale(plane: np.ndarray) -> np.ndarray:
-        return np.asarray(Image.fromarray(plane).resize((size[1], size[0]), Image.Resampling.BILINEAR))
-
-    if len(image) == 3:
-        return np.ascontiguousarray(scale(np.ascontiguousarray(image.transpose(1, 2, 0))).transpose(2, 0, 1))
-    return np.stack([scale(plane) for plane in image])
+    return np.asarray(Image.fromarray(picture).resize((size[1], size[0]), Image.Resampling.BILINEAR))
 
 
 class StandardAction(gymnasium.ActionWrapper):

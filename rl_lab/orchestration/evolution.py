@@ -30,6 +30,7 @@ class Evolution(Protocol):
         num_envs: int                       environments to play in (else as many as training has)
         common_episodes: bool               in each episode all candidates meet the same seed
         early_stop: EarlyStop               when a rollout is hopeless (see records.py)
+        act_captures = False                `act` cannot be recorded as a CUDA graph
         dreams = True, evaluate(candidates, batch, generator) -> (fitness (P,), dreamed steps)
                                             no environment is played; `batch` is what the hook's BatchSpec asks for
     """
@@ -62,10 +63,12 @@ class Generations:
         *,
         seed: int,
         say: Callable[[str], None],
+        capture: bool = True,  # of acting, where there is CUDA
     ) -> None:
         self.make_environment = make_environment
         self.seed = seed
         self.say = say
+        self.capture = capture
         self._environments: dict[int | None, list[Any]] = {}
         self._progress: dict[str, EvolutionProgress] = {}
 
@@ -105,6 +108,7 @@ class Generations:
                     seed=seed,
                     on_rollout=progress.played,
                     should_stop=should_stop,
+                    capture=self.capture,
                 )
             except Interrupted:
                 self.say(f"generation {done + 1} was broken off; it will be played again")

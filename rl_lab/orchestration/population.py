@@ -1,7 +1,8 @@
 """Candidates at play: every environment carries one candidate's parameters, and one forward pass acts for all of them.
 
-The environments come in groups that take turns: while one group's workers step, the policy acts for the next. What is
-played does not depend on how quick anything is: rollouts are dealt out in lock step, each with a seed of its own.
+The environments come in groups that take turns: while one group's workers step, the policy acts for the next (on CUDA
+as one recorded graph, and the host waits for nothing but the actions). What is played does not depend on how quick
+anything is: rollouts are dealt out in lock step, each with a seed of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_lab.orchestration.act_runner import ActRunner
 from rl_lab.records import ActMode, EarlyStop
 from rl_lab.utils.seeding import derive_seed
 
@@ -52,7 +54,6 @@ class Group:
         self.playing: list[Rollout | None] = [None] * n
         self.candidates = np.zeros(n, np.int64)  # that each environment carries
         self.changed = True  # the candidates, since they were last looked at
-        self.state: Any = None  # the policy's memory
         self._begun = np.zeros(n, bool)  # its rollout's first row has arrived
         self._returns = np.zeros(n)
         self._steps = np.zeros(n, np.int64)
@@ -124,6 +125,56 @@ class Group:
             self.environment.schedule(seeds)
 
 
+class Crowd:
+    """The candidates that a group's environments carry, as the one policy that acts for all of them."""
+
+    def __init__(self, evolution: Any, candidates: torch.Tensor, num_envs: int) -> None:
+        self.evolution = evolution
+        self.candidates = candidates  # (P, D)
+        self.carried = candidates.new_zeros(num_envs, candidates.shape[1])  # at an address that stays
+        self.act_captures = bool(getattr(evolution, "act_captures", True))
+
+    def carry(self, which: np.ndarray) -> None:
+        """which: (N,), the candidate of each environment."""
+        self.carried.copy_(self.candidates[torch.from_numpy(which).to(self.candidates.device)])
+
+    def initial_policy_state(self, num_envs: int) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.evolution.initial_policy_state(num_envs)
+        return state
+
+    def act(self, obs: Any, policy_state: Any, is_first: Any, mode: ActMode) -> tuple[Any, Any, Any]:
+        action, policy_state = self.evolution.act(self.carried, obs, policy_state, is_first, mode)
+        return action, policy_state, {}
+
+
+class Actor:
+    """A group's crowd at work: its memory, its random numbers, and its step as a recorded graph where there is CUDA."""
+
+    def __init__(
+        self,
+        evolution: Any,
+        candidates: torch.Tensor,
+        group: Group,
+        *,
+        device: torch.device,
+        seed: int,
+        capture: bool,
+    ) -> None:
+        self.group = group
+        self.crowd = Crowd(evolution, candidates, group.environment.num_envs)
+        self._runner = ActRunner(self.crowd, device=device, capture=capture)
+        self._mode = ActMode(sample=True, generator=torch.Generator(device).manual_seed(seed))
+        self._state: dict[str, torch.Tensor] | None = None
+
+    def send(self, obs: dict[str, np.ndarray], is_first: np.ndarray) -> None:
+        """Act on what was received; the group's workers step."""
+        if self.group.changed:
+            self.crowd.carry(self.group.candidates)
+            self.group.changed = False
+        action, self._state, _, _ = self._runner(obs, self._state, is_first, self._mode)
+        self.group.environment.step_async(action)
+
+
 @torch.no_grad()
 def evaluate_population(
     evolution: Any,  # see evolution.py
@@ -134,6 +185,7 @@ def evaluate_population(
     seed: int,
     on_rollout: Callable[[Played], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    capture: bool = True,  # replay acting as a CUDA graph, where there is CUDA
 ) -> tuple[torch.Tensor, int]:
     """Mean return of each candidate over its episodes, (P,), and the environment steps it took.
 
@@ -145,19 +197,21 @@ def evaluate_population(
         make_rollouts(len(candidates), episodes, seed, getattr(evolution, "common_episodes", False))
     )
     groups = [Group(env, waiting, getattr(evolution, "early_stop", None) or EarlyStop()) for env in vectors]
-    mode = ActMode(sample=True, generator=torch.Generator(device).manual_seed(derive_seed(seed, "evolve")))
     fitness = np.zeros(len(candidates))
     steps = 0
+    actors = []
     for number, group in enumerate(groups):
         group.start(derive_seed(seed, "group", number))
-        group.state = evolution.initial_policy_state(group.environment.num_envs)
-    carried: dict[int, torch.Tensor] = {}
+        noise = derive_seed(seed, "evolve", number)
+        actors.append(
+            Actor(evolution, candidates, group, device=torch.device(device), seed=noise, capture=capture)
+        )
     first = True
     while any(group.busy for group in groups):
         if should_stop is not None and should_stop():
             _settle(groups, first)
             raise Interrupted
-        for number, group in enumerate(groups):
+        for group, actor in zip(groups, actors):
             if not group.busy:
                 continue
             obs, is_first, played = group.receive(first)
@@ -166,15 +220,8 @@ def evaluate_population(
                 steps += item.steps
                 if on_rollout is not None:
                     on_rollout(item)
-            if not group.busy:
-                continue
-            if group.changed:
-                carried[number] = candidates[torch.from_numpy(group.candidates).to(candidates.device)]
-                group.changed = False
-            tensors = {key: torch.as_tensor(value).to(device) for key, value in obs.items()}
-            flags = torch.as_tensor(is_first).to(device)
-            action, group.state = evolution.act(carried[number], tensors, group.state, flags, mode)
-            group.environment.step_async(action.cpu().numpy())
+            if group.busy:
+                actor.send(obs, is_first)
         first = False
     return torch.as_tensor(fitness / episodes, dtype=torch.float64), steps
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import ConfigError
 from rl_lab.records import EarlyStop
+from rl_lab.workflows.settings import read_loss_scales, reject_unknown, require_all, require_choice
 
 MEMORIES = ("h", "hc", "none")
 LOSSES = ("latent", "reward", "done")
@@ -25,10 +26,7 @@ class EvolutionSettings:
     @classmethod
     def from_config(cls, node: Mapping[str, Any]) -> EvolutionSettings:
         stop = {str(key): value for key, value in (node["early_stop"] or {}).items()}
-        known = [item.name for item in fields(EarlyStop)]
-        for name in stop:
-            if name not in known:
-                raise ConfigError(f"algorithm.evolution.early_stop has no '{name}'.{closest(name, known)}")
+        reject_unknown("algorithm.evolution.early_stop", stop, [item.name for item in fields(EarlyStop)])
         return cls(
             episodes=int(node["episodes"]),
             num_envs=int(node["num_envs"]),
@@ -54,22 +52,12 @@ class WorldModelsSettings:
 
     @classmethod
     def from_config(cls, algorithm: Mapping[str, Any]) -> WorldModelsSettings:
-        names = [item.name for item in fields(cls)]
-        missing = [name for name in names if name not in algorithm]
-        if missing:
-            raise ConfigError(
-                f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
-                "add `- /algorithm: og_wm` to the experiment's defaults, which states them all"
-            )
-        scales = {str(key): float(value) for key, value in algorithm["loss_scales"].items()}
-        for name in scales:
-            if name not in LOSSES:
-                raise ConfigError(f"algorithm.loss_scales has no '{name}'.{closest(name, LOSSES)}")
+        require_all(cls, algorithm, "og_wm")
         settings = cls(
             batch_size=int(algorithm["batch_size"]),
             batch_length=int(algorithm["batch_length"]),
             gradient_limit=float(algorithm["gradient_limit"]),
-            loss_scales=scales,
+            loss_scales=read_loss_scales(algorithm, LOSSES, complete=False),
             done_weight=float(algorithm["done_weight"]),
             memory=str(algorithm["memory"]),
             temperature=float(algorithm["temperature"]),
@@ -81,8 +69,7 @@ class WorldModelsSettings:
         return settings
 
     def check(self) -> None:
-        if self.memory not in MEMORIES:
-            raise ConfigError(f"algorithm.memory is '{self.memory}'.{closest(self.memory, MEMORIES)}")
+        require_choice("algorithm.memory", self.memory, MEMORIES)
         for name, value in (("temperature", self.temperature), ("done_weight", self.done_weight)):
             if not value > 0.0:
                 raise ConfigError(f"algorithm.{name} must be above 0, not {value}")

@@ -51,6 +51,15 @@ def test_decode_gives_images_of_the_same_form():
     }
 
 
+@pytest.mark.parametrize("side", [16, 32, 64])
+def test_smaller_pictures_go_through_as_small_a_waist(side: int):
+    vae = ConvVAE(spec=image_spec(3, side, side), latent=4, depth=2)
+    obs = {"image": torch.zeros(2, 5, 3, side, side, dtype=torch.uint8)}
+    assert vae.encoder(torch.zeros(1, 3, side, side)).shape[-2:] == (2, 2)
+    assert vae.observe(obs)["z"].shape == (2, 5, 4)
+    assert vae.decode(torch.zeros(2, 5, 4)).shape == (2, 5, 3, side, side)
+
+
 def test_the_kl_is_pushed_down_to_the_tolerance_only():
     vae = ConvVAE(spec=image_spec(1, 64, 64), latent=4, depth=2, kl_tolerance=0.5)
     obs, noise = images(3, channels=1), torch.randn(3, 4)

@@ -1,7 +1,8 @@
 """V of World Models: a convolutional variational autoencoder of 64×64 images (Ha and Schmidhuber 2018).
 
 Four convolutions without padding take 64×64 to 2×2, four transposed ones go back. The KL term is only pushed down to
-`kl_tolerance` nats for each latent dimension, on their sum. Layers as in hardmaru/WorldModelsExperiments, vae/vae.py.
+`kl_tolerance` nats for each latent dimension, on their sum. Layers as in hardmaru/WorldModelsExperiments, vae/vae.py;
+for 32×32 and 16×16 images, which are ours, there are three and two of them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from rl_lab.components.representation_learners.observations import image_keys, i
 from rl_lab.errors import ConfigError
 from rl_lab.records import Spec
 
-SIDE = 64  # pixels; the strides below fit no other size
 MULTIPLES = (1, 2, 4, 8)  # of `depth`, channels of the encoder's layers
-DECODER_KERNELS = (5, 5, 6, 6)  # 1 -> 5 -> 13 -> 30 -> 64 pixels
+# Side of the image in pixels -> kernels of the decoder, whose strides of 2 fit no other side
+DECODER_KERNELS = {
+    64: (5, 5, 6, 6),  # 1 -> 5 -> 13 -> 30 -> 64 pixels
+    32: (5, 6, 6),  # 1 -> 5 -> 14 -> 32
+    16: (6, 6),  # 1 -> 6 -> 16
+}
 
 Latent = dict[str, torch.Tensor]  # z, mu, logvar: (*batch, latent)
 
@@ -49,15 +54,17 @@ class ConvVAE(nn.Module):
             )
         self.channels = [spec.observations[key].shape[0] for key in self.keys]
         channels, height, width = image_shape(spec, 0)
-        if (height, width) != (SIDE, SIDE):
+        if height != width or height not in DECODER_KERNELS:
             raise ConfigError(
-                f"this autoencoder is made for {SIDE}×{SIDE} images, not {height}×{width}: set environment.size={SIDE}"
+                f"this autoencoder is made for images of 64×64, 32×32 or 16×16, not {height}×{width}: "
+                "set environment.size=64"
             )
+        kernels = DECODER_KERNELS[height]
         self.latent = latent
         self.kl_tolerance = kl_tolerance
         self.kl_scale = kl_scale
         self.bounded = bounded
-        widths = [depth * multiple for multiple in MULTIPLES]
+        widths = [depth * multiple for multiple in MULTIPLES[: len(kernels)]]
         self.features = widths[-1] * 2 * 2
         self.encoder = nn.Sequential()
         for inputs, outputs in zip([channels, *widths], widths):
@@ -67,7 +74,7 @@ class ConvVAE(nn.Module):
         self.from_z = nn.Linear(latent, self.features)  # the original has no activation here
         self.decoder = nn.Sequential()
         ups = [self.features, *widths[-2::-1], channels]
-        for inputs, outputs, kernel in zip(ups, ups[1:], DECODER_KERNELS):
+        for inputs, outputs, kernel in zip(ups, ups[1:], kernels):
             self.decoder.extend([nn.ConvTranspose2d(inputs, outputs, kernel, stride=2), nn.ReLU()])
         del self.decoder[-1]
         for (
