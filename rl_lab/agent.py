@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.build import build_parts, build_workflow
+from rl_lab.build import assemble_workflow
 from rl_lab.compose import to_plain
 from rl_lab.environments.normalizer import ObservationNormalizer, make_normalizer
 from rl_lab.errors import CheckpointError, LabError, closest, unexpected
@@ -18,8 +18,9 @@ from rl_lab.launch.runtime import resolve_device
 from rl_lab.records import OBS_PREFIX, ActMode, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.saved_config import check_same_spec, difference_from
-from rl_lab.utils.checkpoint import CheckpointManager, Loaded, load_matching
-from rl_lab.workflows.context import WorkflowContext
+from rl_lab.utils.checkpoint import CheckpointManager, Loaded, load_matching, partial_load
+from rl_lab.workflows.context import WorldModelComponents
+from rl_lab.workflows.controllers import ControllerManager
 
 
 class Agent:
@@ -49,6 +50,37 @@ class Agent:
         """Forget the episode and start the sampling noise anew."""
         self._state = None
         self._generator.manual_seed(seed)
+
+    def load(self, path: Path | str, device: torch.device | str | None = None, **choices: bool) -> list[str]:
+        """Take weights of another run or checkpoint file, of the same parts; returns which, as "components.encoder".
+
+        agent.load("runs/other/checkpoints/epoch_12.pt", load_tokenizer=True, load_actor_critic=False)
+
+        choices: load_<part>; True asks for it, False leaves it as it is, and one not named is taken if it is there.
+        device: only to say that the agent is there; `load_agent` makes one on another.
+        """
+        if device is not None and resolve_device(str(device)) != self.device:
+            raise LabError(
+                f"this agent is on {self.device}: load_agent(run, device='{device}') makes one there"
+            )
+        loaded = CheckpointManager.load_file(path, weights=True)
+        parts = {
+            "components": _networks(self.workflow.context.components),
+            "controllers": dict(self.workflow.context.controller_manager.modules()),
+        }
+        known = {f"load_{name}": name for modules in parts.values() for name in modules}
+        for key in choices:
+            if key not in known:
+                raise LabError(f"this agent has no part for '{key}'.{closest(key, known)}")
+        wanted = {known[key]: choice for key, choice in choices.items()}
+        spec = {
+            room: [name for name in modules if wanted.get(name, name in loaded.state.get(room, {}))]
+            for room, modules in parts.items()
+        }
+        taken = partial_load(loaded.state, spec, parts["components"], parts["controllers"])
+        self.workflow.weights_loaded()
+        self.step, self.checkpoint, self._state = loaded.step, loaded.path, None
+        return taken
 
     @torch.no_grad()
     def act(self, obs: Any, is_first: Any = None, *, sample: bool = False) -> Any:
@@ -135,24 +167,20 @@ def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto") -> Age
 
 
 def _assemble(config: Any, spec: Spec, where: torch.device, loaded: Loaded) -> Agent:
-    components, controllers = build_parts(config, spec, where)
-    load_matching(
-        {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)},
-        loaded.state["components"],
-        prefix="components",
-    )
-    load_matching(dict(controllers.modules()), loaded.state["controllers"], prefix="controllers")
-    workflow = build_workflow(config)
-    context = WorkflowContext(
-        config=config, device=where, spec=spec, components=components, controller_manager=controllers
-    )
-    workflow.attach(context)
-    workflow.initialize(context)
+    def load(components: WorldModelComponents, controllers: ControllerManager) -> None:
+        load_matching(_networks(components), loaded.state["components"], prefix="components")
+        load_matching(dict(controllers.modules()), loaded.state["controllers"], prefix="controllers")
+
+    workflow = assemble_workflow(config, spec, where, optimizers=False, load=load)
     workflow.set_state(loaded.state["workflow_custom"])
-    components.eval()
-    controllers.eval()
+    workflow.context.components.eval()
+    workflow.context.controller_manager.eval()
     normalizer = _normalizer(config, spec, loaded.state.get("observation_statistics"))
     return Agent(workflow, spec, where, config, int(loaded.state["global_step"]), loaded.path, normalizer)
+
+
+def _networks(components: WorldModelComponents) -> dict[str, torch.nn.Module]:
+    return {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
 
 
 def _normalizer(config: Any, spec: Spec, statistics: Any) -> ObservationNormalizer | None:

@@ -171,6 +171,35 @@ def build_workflow(config: DictConfig) -> Any:
     return instantiate("workflow", config.workflow)
 
 
+def assemble_workflow(
+    config: DictConfig,
+    spec: Spec,
+    device: torch.device,
+    *,
+    optimizers: bool = True,
+    load: Callable[[WorldModelComponents, ControllerManager], None] | None = None,
+) -> Any:
+    """A workflow with its parts and nothing around it: no environment, collector, buffer or logger.
+
+    optimizers: False for one that only acts. load: fills weights in, before the workflow sees the parts.
+    """
+    components, controllers = build_parts(config, spec, device)
+    if load is not None:
+        load(components, controllers)
+    context = WorkflowContext(
+        config=config,
+        device=device,
+        spec=spec,
+        components=components,
+        controller_manager=controllers,
+        optimizers=build_optimizers(config, components, controllers) if optimizers else {},
+    )
+    workflow = build_workflow(config)
+    workflow.attach(context)
+    workflow.initialize(context)
+    return workflow
+
+
 def hook_infos(hooks: Mapping[str, Hook]) -> dict[str, HookInfo]:
     return {
         name: HookInfo(hook.kind, hook.batch.replayed_steps if hook.batch else 0)
@@ -296,7 +325,10 @@ def build_run(
         checkpoints=checkpoints,
         evaluator=build_evaluator(config, device, normalizer=environment.normalizer, say=say),
         generations=Generations(
-            functools.partial(population_environment, config, environment, say), seed=seed, say=say
+            functools.partial(population_environment, config, environment, say),
+            seed=seed,
+            say=say,
+            capture=bool(training.capture),
         ),
         say=say,
     )
@@ -304,12 +336,14 @@ def build_run(
 
 
 def build_cadences(training: DictConfig) -> Cadences:
-    known = {*EVERY_KEYS, "keep", "keep_weights", "episodes", "sample", "video"}
+    known = {*EVERY_KEYS, "keep", "keep_weights", "epoch_weights", "episodes", "sample", "video"}
     cadences = {}
     for name in ("log", "evaluate", "report", "checkpoint"):
         node = _plain(training[name]) or {}
         reject_unknown_keys(f"training.{name}", node, known)
         cadences[name] = Every.from_config(node)
+    epochs = training.checkpoint.get("epoch_weights")
+    cadences["epoch_weights"] = Every.from_config({"every_cycles": epochs or None})
     return Cadences(**cadences)
 
 

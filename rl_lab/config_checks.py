@@ -95,6 +95,7 @@ RULES: dict[str, Rule] = {
     "training.evaluate.video": FLAG,
     "training.checkpoint.keep": whole(1),
     "training.checkpoint.keep_weights": whole(-1),
+    "training.checkpoint.epoch_weights": whole(0),
     "training.on_nonfinite": STOP,
     "training.on_save_failure": STOP,
     "training.on_damaged_replay": one_of("older", "skip", "stop"),

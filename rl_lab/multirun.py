@@ -68,6 +68,7 @@ def _job(config: DictConfig) -> float | None:
     def say(message: str) -> None:
         print(f"#{job.job.num} {message}" if side_by_side else message, flush=True)
 
+    say(f"run {job.job.num}: {' '.join(job.overrides.task)}")
     try:
         result = train_config(config, list(job.overrides.task), say=say)
     except LabError as error:

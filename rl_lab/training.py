@@ -255,6 +255,7 @@ def _load_weights(config: DictConfig, run: Run) -> None:
     loaded = CheckpointManager.load_file(Path(str(named["path"])), weights=True, on_warning=warnings.warn)
     components = dict(run.context.components.items())
     partial_load(loaded.state, named, components, dict(run.context.controller_manager.modules()))
+    run.workflow.weights_loaded()
     statistics = loaded.state.get("observation_statistics")
     normalizer = getattr(run.context.train_environment, "normalizer", None)
     if statistics is not None and normalizer is not None:

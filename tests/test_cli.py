@@ -102,8 +102,8 @@ def test_cfg_job_prints_dims(capsys):
 
 
 def test_resume_says_what_differs_and_refuses_what_may_not(run: Path, capsys):
-    assert main(["resume", str(run), "training.total_timesteps=210", "logging.progress=plain"]) == 0
-    assert "training.total_timesteps: 200 -> 210" in capsys.readouterr().out
+    assert main(["resume", str(run), "training.total_timesteps=110", "logging.progress=plain"]) == 0
+    assert "training.total_timesteps: 100 -> 110" in capsys.readouterr().out
     assert main(["resume", str(run), "algorithm.batch_size=3"]) == 1
     assert "cannot become 3 on resume" in capsys.readouterr().err
     assert main(["resume", str(run), "algorithm.batch_sise=3"]) == 1

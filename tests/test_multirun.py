@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -20,10 +21,11 @@ WORDS = ["+experiment=random_cartpole", "debug=tiny", "training.total_timesteps=
 WORDS += ["logging.tensorboard=false", "training.evaluate.every_env_steps=null"]
 
 
-# Under `pytest -n` the sweep leaves pytest's captured stdout closed; alone it passes.
-@pytest.mark.learning
 def test_seeds_lie_together_and_count_as_one(tmp_path: Path, capsys):
+    closed, handler = [], logging.NullHandler()
+    handler.close = lambda: closed.append(True)  # absl's would close the stream that it was made with
     sweep = multirun([*WORDS, "experiment.seed=0,1", f"output_root={tmp_path / 'here'}"])
+    assert not closed and not (sweep.path / "0" / "_job.log").exists()
     assert [run.name for run in sweep.runs] == ["0", "1"] and not sweep.failures
     assert sweep.path.parents[1] == tmp_path / "here" / "multirun"
     printed = capsys.readouterr().out
@@ -33,7 +35,6 @@ def test_seeds_lie_together_and_count_as_one(tmp_path: Path, capsys):
     assert find_runs([], root=str(tmp_path / "here"))[0].path.parent == sweep.path
 
 
-@pytest.mark.learning
 def test_a_run_that_fails_does_not_stop_the_others_and_the_command_can_be_given_again(tmp_path: Path, capsys):
     folder = tmp_path / "sweep"
     words = [*WORDS, f"hydra.sweep.dir={folder}"]

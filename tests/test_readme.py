@@ -36,7 +36,7 @@ def test_command_runs(command: str, run: Path, tmp_path: Path):
         words += [word for word in ("debug=tiny", "logging.progress=off") if word not in words]
         words.append("algorithm.train_ratio=4")
     elif verb == "resume":
-        words = ["resume", str(run), "training.total_timesteps=210"]
+        words = ["resume", str(run), "training.total_timesteps=110"]
     elif verb in ("eval", "report"):
         words.append(str(run))
     if verb == "eval":

@@ -78,28 +78,42 @@ def test_sigterm_saves_exits_zero_and_prints_the_resume_command(tmp_path: Path):
     assert f"resume {tmp_path / 'run'}" in output
 
 
-KILLS = int(os.environ.get("RL_LAB_KILLS", "5"))
+KILLS = int(os.environ.get("RL_LAB_KILLS", "3"))
+
+
+def last_saved(run: Path) -> int:
+    return max((int(file.stem[5:]) for file in run.glob("checkpoints/step_*.json")), default=-1)
 
 
 def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path):
-    """kill -9 and the same command again, until it has been killed often enough; then it may finish."""
-    words = ("training.total_timesteps=1200", "training.checkpoint.every_env_steps=40")
-    reference = start(tmp_path / "whole", *words)
-    output, _ = reference.communicate(timeout=250)
-    assert reference.returncode == 0, output
+    """kill -9 and the same command again, until it has been killed often enough; then it may finish.
+
+    The first kill comes while the process starts or begins to train, the others at random moments after it has saved anew.
+    """
+    total = 300 + 30 * KILLS
+    words = (f"training.total_timesteps={total}", "training.checkpoint.every_env_steps=20")
+    rl_lab.train(
+        "dreamer_cartpole",
+        ["debug=tiny", *QUIET, *words, f"run_dir={tmp_path / 'whole'}"],
+        say=lambda _: None,
+    )
     moments = random.Random(KILLS)
-    for _ in range(KILLS):
-        process = start(tmp_path / "killed", *words)
-        with pytest.raises(
-            subprocess.TimeoutExpired
-        ):  # it must not have finished, or the kill proves nothing
-            process.wait(timeout=moments.uniform(1.0, 6.0))
+    killed = tmp_path / "killed"
+    for number in range(KILLS):
+        process = start(killed, *words)
+        saved, deadline = last_saved(killed), time.monotonic() + 120
+        while number and last_saved(killed) == saved and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # It must not have finished, or the kill proves nothing.
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=moments.uniform(0.0, 0.2) if number else moments.uniform(1.0, 6.0))
         process.kill()
         process.communicate()
-    last = start(tmp_path / "killed", *words)
+        assert last_saved(killed) < total
+    last = start(killed, *words)
     output, _ = last.communicate(timeout=250)
     assert last.returncode == 0, output
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", killed)
     lines = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == sorted(steps), "a resumed run's metrics have one line per step, in order"

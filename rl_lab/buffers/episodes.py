@@ -10,7 +10,7 @@ A closed episode never changes. Columns that may be written back (latents) are k
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from rl_lab.buffers.late_writes import MOST_WAITING, LateWrites
 from rl_lab.buffers.open_episodes import OpenEpisodes
 from rl_lab.buffers.row_layout import RowLayout
 from rl_lab.buffers.salvage import Lost
-from rl_lab.buffers.samplers import sampler_key
+from rl_lab.buffers.samplers import restore_samplers, sampler_key, samplers_state
 from rl_lab.errors import ConfigError, LabError, closest
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex, Spec
 from rl_lab.utils.checkpoint_load import say
@@ -352,17 +352,11 @@ class EpisodeBuffer:
 
     def get_state(self) -> dict[str, Any]:
         """State of the samplers: how often each consumer drew each episode. The rows are saved by `checkpoint`."""
-        return {
-            "samplers": [
-                {"spec": asdict(self._specs[key]), "state": sampler.get_state()}
-                for key, sampler in self._samplers.items()
-            ]
-        }
+        return samplers_state(self._samplers, self._specs)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take back the samplers. After `restore`, because what they remember is about those rows."""
-        for saved in state["samplers"]:
-            self._sampler(BatchSpec(**saved["spec"])).set_state(saved["state"])
+        restore_samplers(state, self._sampler)
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
         """Save the episodes into a folder, by link where that can be. returns: {"files": …, "meta": …}, JSON-able."""

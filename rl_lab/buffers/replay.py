@@ -10,7 +10,7 @@ On CUDA, call `add`, `sample` and `write_back` on one stream: their order is the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from rl_lab.buffers.columns import Array, Columns, as_rows, choose_files, choose
 from rl_lab.buffers.late_writes import MOST_WAITING, LateWrites
 from rl_lab.buffers.ring import Ring
 from rl_lab.buffers.salvage import Lost, Plan, plan_restore, put_back
-from rl_lab.buffers.samplers import Sampler, SamplerFactory, make_sampler, sampler_key
+from rl_lab.buffers.samplers import (
+    Sampler,
+    SamplerFactory,
+    make_sampler,
+    restore_samplers,
+    sampler_key,
+    samplers_state,
+)
 from rl_lab.errors import ConfigError, closest
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
 
@@ -333,17 +340,11 @@ class ReplayBuffer:
 
     def get_state(self) -> dict[str, Any]:
         """State of the samplers. The rows are saved by `checkpoint`."""
-        return {
-            "samplers": [
-                {"spec": asdict(self._specs[key]), "state": sampler.get_state()}
-                for key, sampler in self._samplers.items()
-            ]
-        }
+        return samplers_state(self._samplers, self._specs)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take back the samplers, also those of BatchSpecs not asked for yet: rows may be added before they are."""
-        for saved in state["samplers"]:
-            self._sampler(BatchSpec(**saved["spec"])).set_state(saved["state"])
+        restore_samplers(state, self._sampler)
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
         """Save the rows into a folder, writing only what is new there. returns: {"files": …, "meta": …}, JSON-able."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +40,21 @@ class Sampler(Protocol):
     def get_state(self) -> dict[str, Any]: ...
 
     def set_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+def samplers_state(samplers: Mapping[str, Any], specs: Mapping[str, BatchSpec]) -> dict[str, Any]:
+    """What a buffer's samplers remember, each with the BatchSpec that it draws for."""
+    return {
+        "samplers": [
+            {"spec": asdict(specs[key]), "state": sampler.get_state()} for key, sampler in samplers.items()
+        ]
+    }
+
+
+def restore_samplers(state: Mapping[str, Any], sampler_for: Callable[[BatchSpec], Any]) -> None:
+    """Give it back to them; `sampler_for` makes those of BatchSpecs that were not asked for yet."""
+    for saved in state["samplers"]:
+        sampler_for(BatchSpec(**saved["spec"])).set_state(saved["state"])
 
 
 class UniformSampler:

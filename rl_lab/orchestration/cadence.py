@@ -43,12 +43,13 @@ class Every:
 
 @dataclass
 class Cadences:
-    """The four things that happen by the clock of the counters. None: never."""
+    """The things that happen by the clock of the counters. None: never."""
 
     log: Every | None = None
     evaluate: Every | None = None
     report: Every | None = None
     checkpoint: Every | None = None
+    epoch_weights: Every | None = None
 
     def items(self) -> list[tuple[str, Every]]:
         return [(name, every) for name, every in vars(self).items() if every is not None]

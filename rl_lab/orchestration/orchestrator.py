@@ -81,9 +81,9 @@ class Orchestrator:
                 phase = self.scheduler.current_phase()
                 if phase is not self._entered:
                     self._enter(phase)
+                self._follow_cadences()  # finding the next action may have ended a cycle
                 if action is None or phase is None:
                     break
-                self._follow_cadences()  # finding the next action may have ended a cycle
                 try:
                     self.do(action, phase)
                 except Exception as error:
@@ -272,9 +272,10 @@ class Orchestrator:
         for name, value in shown.items():
             array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
             if getattr(array, "ndim", 0) == 3:
-                self.log.logger.image(f"report/{name}", array, step=step)
+                self.log.logger.image(f"report/{name}", array, step=step, folder="reconstructions")
             elif getattr(array, "ndim", 0) == 4:
-                self.log.logger.video(f"report/{name}", array, step=step, fps=15, folder="reconstructions")
+                folder = "episodes/imagination" if name.startswith("imagination") else "reconstructions"
+                self.log.logger.video(f"report/{name}", array, step=step, fps=15, folder=folder)
             else:
                 scalars[f"report/{name}"] = float(array)
         if scalars:
@@ -305,6 +306,10 @@ class Orchestrator:
             self.say(f"checkpoint not saved, training goes on: {error}")
         else:
             self._saved_at = dict(self.scheduler.totals) if tag is None else self._saved_at
+
+    def epoch_weights(self) -> None:
+        """The weights as they are at the end of this cycle, kept beside all others."""
+        self.save(tag=f"epoch_{self.scheduler.totals['cycles']}")
 
     def restore(self, state: Mapping[str, Any], *, empty_buffers: Sequence[str] = ()) -> None:
         """Go on from a checkpoint's state; `empty_buffers` are those whose rows did not come with it."""

@@ -4,7 +4,7 @@
       step_000012000.pt      one dict, loadable with torch.load(weights_only=True)
       step_000012000.json    manifest, written last: sizes and checksums of the state and of every replay file
       last.pt                link to the newest
-      best.pt, best.json     weights only: `save(tag="best")`
+      best.pt, best.json     weights only: `save(tag="best")`; so is epoch_12.pt
       replay/<buffer>/…      files of buffers, shared between manifests
 
 A checkpoint exists when its manifest does, and nothing that a kept manifest names is ever changed or deleted.
@@ -153,7 +153,8 @@ class CheckpointManager:
         earlier checkpoints stay whole.
         """
         if tag is not None:
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", tag) or tag in ("last", "replay"):
+            ours = tag in ("last", "replay") or tag.startswith("step_")
+            if ours or not re.fullmatch(r"[a-z][a-z0-9_-]*", tag):
                 raise CheckpointError(f"'{tag}' cannot be the name of a checkpoint; 'best' or 'final' can")
             state = {key: value for key, value in state.items() if key in self.weight_keys}
             buffers = None

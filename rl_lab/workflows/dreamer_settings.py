@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import ConfigError
+from rl_lab.workflows.settings import read_loss_scales, require_all
 
 # One loss each; `reconstruction` stands for every observation.
 LOSSES = (
@@ -41,19 +42,7 @@ class DreamerSettings:
 
     @classmethod
     def from_config(cls, algorithm: Mapping[str, Any]) -> DreamerSettings:
-        names = [item.name for item in fields(cls)]
-        missing = [name for name in names if name not in algorithm]
-        if missing:
-            raise ConfigError(
-                f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
-                "add `- /algorithm: dreamer` to the experiment's defaults, which states them all"
-            )
-        scales = {str(key): float(value) for key, value in algorithm["loss_scales"].items()}
-        for name in scales:
-            if name not in LOSSES:
-                raise ConfigError(f"algorithm.loss_scales has no '{name}'.{closest(name, LOSSES)}")
-        if set(scales) != set(LOSSES):
-            raise ConfigError(f"algorithm.loss_scales lacks {', '.join(sorted(set(LOSSES) - set(scales)))}")
+        require_all(cls, algorithm, "dreamer")
         settings = cls(
             learning_rate=float(algorithm["learning_rate"]),
             batch_size=int(algorithm["batch_size"]),
@@ -67,7 +56,7 @@ class DreamerSettings:
             free_nats=float(algorithm["free_nats"]),
             slow_critic_rate=float(algorithm["slow_critic_rate"]),
             max_grad_norm=float(algorithm["max_grad_norm"]),
-            loss_scales=scales,
+            loss_scales=read_loss_scales(algorithm, LOSSES),
         )
         settings.check()
         return settings

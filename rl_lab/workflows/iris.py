@@ -175,6 +175,10 @@ class IrisWorkflow(IrisActing):
     def report(self, batch: Batch) -> dict[str, Any]:
         return iris_report(self, batch)
 
+    def weights_loaded(self) -> None:
+        if self.slow is not None:
+            self.slow.update(self.actor_critic, 1.0)
+
     def get_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"guards": {name: guard.state_dict() for name, guard in self.guards.items()}}
         if self.slow is not None:

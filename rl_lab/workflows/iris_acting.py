@@ -101,10 +101,9 @@ class IrisActing(WorldModelWorkflow):
         return action, memory
 
     def _random(self, size: int, mode: ActMode) -> torch.Tensor:
-        # Not `policy.random`: it sends its limits from the host, which a recorded graph must not.
-        choices = self.spec.action.choices[0]
-        noise = torch.rand(size, generator=mode.generator, device=self.device)
-        return (noise * choices).long().clamp(max=choices - 1)
+        policy = self.actor_critic.policy
+        noise = torch.rand(size, *policy.noise_shape, generator=mode.generator, device=self.device)
+        return policy.random(noise)
 
     @torch.no_grad()
     def inspect_policy(self, state: PolicyState) -> dict[str, torch.Tensor]:

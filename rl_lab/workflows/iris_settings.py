@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import ConfigError
+from rl_lab.workflows.settings import reject_unknown, require_all, require_choice
 
 PADS = ("right", "left", "both")
 
@@ -25,16 +26,13 @@ class PartSettings:
     @classmethod
     def from_config(cls, name: str, node: Mapping[str, Any]) -> PartSettings:
         known = [item.name for item in fields(cls)]
-        for key in node:
-            if key not in known:
-                raise ConfigError(f"algorithm.{name} has no '{key}'.{closest(str(key), known)}")
+        reject_unknown(f"algorithm.{name}", node, known)
         missing = [key for key in known if key not in node]
         if missing:
             raise ConfigError(
                 f"the config lacks algorithm.{name}.{missing[0]}: see configs/algorithm/iris.yaml"
             )
-        if node["pad"] not in PADS:
-            raise ConfigError(f"algorithm.{name}.pad is '{node['pad']}'.{closest(str(node['pad']), PADS)}")
+        require_choice(f"algorithm.{name}.pad", node["pad"], PADS)
         part = cls(
             batch_size=int(node["batch_size"]),
             batch_length=int(node["batch_length"]),
@@ -69,12 +67,7 @@ class IrisSettings:
 
     @classmethod
     def from_config(cls, algorithm: Mapping[str, Any]) -> IrisSettings:
-        missing = [item.name for item in fields(cls) if item.name not in algorithm]
-        if missing:
-            raise ConfigError(
-                f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
-                "add `- /algorithm: iris` to the experiment's defaults, which states them all"
-            )
+        require_all(cls, algorithm, "iris")
         names = ("tokenizer", "world_model", "actor_critic")
         parts = {name: PartSettings.from_config(name, algorithm[name]) for name in names}
         settings = cls(

@@ -10,7 +10,7 @@ from counting_model import SHADE, SPEC, CountingEnv, CountingModel, rows
 from gymnasium.utils.env_checker import check_env
 
 from rl_lab.buffers.replay import ReplayBuffer
-from rl_lab.build import build_parts, build_workflow
+from rl_lab.build import assemble_workflow
 from rl_lab.compose import compose_config, resolve_config
 from rl_lab.environments.dream_starts import BufferStarts, EnvironmentStarts, EpisodeStarts
 from rl_lab.environments.dreams import Dreams
@@ -19,7 +19,6 @@ from rl_lab.environments.world_model_env import WorldModelEnv, WorldModelVectorE
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.records import Batch, Spec
-from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.random import RandomWorkflow
 
 
@@ -228,18 +227,7 @@ def tiny_dreamer(task: str) -> tuple[Any, Spec]:
     with make_env(task) as env:
         spec = env.spec
     resolve_config(config, spec)
-    components, controllers = build_parts(config, spec, torch.device("cpu"))
-    workflow = build_workflow(config)
-    context = WorkflowContext(
-        config=config,
-        device=torch.device("cpu"),
-        spec=spec,
-        components=components,
-        controller_manager=controllers,
-    )
-    workflow.attach(context)
-    workflow.initialize(context)
-    return workflow, spec
+    return assemble_workflow(config, spec, torch.device("cpu"), optimizers=False), spec
 
 
 def test_a_learned_model_is_evaluated_like_a_real_environment():

@@ -64,6 +64,10 @@ def test_rendered_pixels_alone_and_beside():
     assert {name: value.shape for name, value in obs.items()} == {"vector": (4,), "image": (3, 16, 24)}
     assert both.observation_space.contains(obs)
     np.testing.assert_array_equal(obs["image"], resize(both.render().transpose(2, 0, 1), (16, 24)))
+    scaled = DictObservation(
+        RenderedPixels(DiscreteCue(render_mode="rgb_array"), keep=True, size=(16, 24))
+    )  # at once: the same picture
+    np.testing.assert_array_equal(scaled.reset(seed=0)[0]["image"], both.reset(seed=0)[0]["image"])
 
 
 def test_pixels_and_size_need_pictures():

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rl_lab.build import build_optimizers, build_parts
+from rl_lab.build import assemble_workflow
 from rl_lab.compose import CONFIG_FOLDER, register_resolvers
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
-from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer import DreamerWorkflow
 
 DISCRETE = ActionSpec("discrete", (), (3,))
@@ -49,6 +48,7 @@ def dreamer_config(**changes: Any) -> DictConfig:
         {
             "experiment": {"seed": 0},
             "training": {"precision": "float32"},
+            "workflow": load("workflow/dreamer"),
             "algorithm": load("algorithm/dreamer"),
             "components": {
                 "encoder": load("components/encoder/dict"),
@@ -80,18 +80,7 @@ def make_dreamer(spec: Spec | None = None, **changes: Any) -> DreamerWorkflow:
     """Everything that acts or learns; no collector, buffers, environments or logger."""
     spec = spec or vector_spec()
     config = dreamer_config(**changes)
-    components, controllers = build_parts(config, spec, torch.device("cpu"))
-    context = WorkflowContext(
-        config=config,
-        device=torch.device("cpu"),
-        spec=spec,
-        components=components,
-        controller_manager=controllers,
-        optimizers=build_optimizers(config, components, controllers),
-    )
-    workflow = DreamerWorkflow()
-    workflow.attach(context)
-    workflow.initialize(context)
+    workflow: DreamerWorkflow = assemble_workflow(config, spec, torch.device("cpu"))
     return workflow
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from rl_lab.build import build_optimizers, build_parts, build_workflow
+from rl_lab.build import assemble_workflow
 from rl_lab.compose import compose_config, resolve_config
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
-from rl_lab.workflows.context import WorkflowContext
 
 SIDE = 16
 PARTS = ("tokenizer", "world_model", "actor_critic")
@@ -31,20 +30,7 @@ def composed(kind: str, *words: str) -> Any:
 
 def make_workflow(kind: str, *words: str) -> Any:
     """Everything that acts or learns; no collector, buffers, environments or logger."""
-    config, spec = composed(kind, *words), SPEC
-    components, controllers = build_parts(config, spec, torch.device("cpu"))
-    context = WorkflowContext(
-        config=config,
-        device=torch.device("cpu"),
-        spec=spec,
-        components=components,
-        controller_manager=controllers,
-        optimizers=build_optimizers(config, components, controllers),
-    )
-    workflow = build_workflow(config)
-    workflow.attach(context)
-    workflow.initialize(context)
-    return workflow
+    return assemble_workflow(composed(kind, *words), SPEC, torch.device("cpu"))
 
 
 def make_batch(size: int, rows: int, *, seed: int = 0, pad: str = "") -> Batch:

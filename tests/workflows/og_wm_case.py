@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rl_lab.build import build_optimizers, build_parts
+from rl_lab.build import assemble_workflow
 from rl_lab.compose import CONFIG_FOLDER, register_resolvers
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
-from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.og_wm import OriginalWorldModelsWorkflow
 
 CAR = ActionSpec("continuous", (3,), low=(-1.0, 0.0, 0.0), high=(1.0, 1.0, 1.0))
@@ -35,6 +34,7 @@ def og_wm_config(**changes: Any) -> DictConfig:
         {
             "experiment": {"seed": 0},
             "training": {"precision": "float32"},
+            "workflow": load("workflow/og_wm"),
             "algorithm": load("algorithm/og_wm"),
             "components": {
                 "vae": load("components/representation_learner/conv_vae"),
@@ -63,18 +63,7 @@ def make_workflow(spec: Spec | None = None, **changes: Any) -> OriginalWorldMode
     """Everything that acts or learns; no collector, buffers, environments or logger."""
     spec = spec or pictures()
     config = og_wm_config(**changes)
-    components, controllers = build_parts(config, spec, torch.device("cpu"))
-    context = WorkflowContext(
-        config=config,
-        device=torch.device("cpu"),
-        spec=spec,
-        components=components,
-        controller_manager=controllers,
-        optimizers=build_optimizers(config, components, controllers),
-    )
-    workflow = OriginalWorldModelsWorkflow()
-    workflow.attach(context)
-    workflow.initialize(context)
+    workflow: OriginalWorldModelsWorkflow = assemble_workflow(config, spec, torch.device("cpu"))
     return workflow
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rl_lab.build import build_optimizers, build_parts
+from rl_lab.build import assemble_workflow
 from rl_lab.compose import CONFIG_FOLDER, compose_config
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
-from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.tdmpc import TDMPCWorkflow
 
 CONTINUOUS = ActionSpec("continuous", (2,), low=(-1.0, -1.0), high=(1.0, 1.0))
@@ -76,18 +75,7 @@ def make_tdmpc(
         policy = OmegaConf.load(CONFIG_FOLDER / "controller/tdmpc_categorical_policy.yaml")
         OmegaConf.update(config, "controllers.policy", policy, merge=False)
     OmegaConf.resolve(config)
-    components, controllers = build_parts(config, spec, torch.device("cpu"))
-    context = WorkflowContext(
-        config=config,
-        device=torch.device("cpu"),
-        spec=spec,
-        components=components,
-        controller_manager=controllers,
-        optimizers=build_optimizers(config, components, controllers),
-    )
-    workflow = TDMPCWorkflow()
-    workflow.attach(context)
-    workflow.initialize(context)
+    workflow: TDMPCWorkflow = assemble_workflow(config, spec, torch.device("cpu"))
     return workflow
 
 

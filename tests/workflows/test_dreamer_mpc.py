@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from dreamer_case import CONTINUOUS, DISCRETE, MULTI, dreamer_config, make_batch, vector_spec
+from omegaconf import OmegaConf
 
 import rl_lab
-from rl_lab.build import build_optimizers, build_parts
+from rl_lab.build import assemble_workflow
 from rl_lab.components.controllers.mpc_planner import discount_weights, trajectory_values
+from rl_lab.compose import CONFIG_FOLDER
 from rl_lab.records import ActMode
-from rl_lab.workflows.context import WorkflowContext
-from rl_lab.workflows.dreamer_mpc import DreamerMPCWorkflow
 
+WORKFLOW = OmegaConf.load(CONFIG_FOLDER / "workflow/dreamer_mpc.yaml")
 PLANNER = {
     "_target_": "rl_lab.components.controllers.mpc_planner.MPCPlanner",
     "horizon": 3,
@@ -25,20 +26,8 @@ PLANNER = {
 
 def make_workflow(action=DISCRETE):
     spec = vector_spec(action)
-    config = dreamer_config(controllers__planner=PLANNER)
-    components, controllers = build_parts(config, spec, torch.device("cpu"))
-    context = WorkflowContext(
-        config=config,
-        device=torch.device("cpu"),
-        spec=spec,
-        components=components,
-        controller_manager=controllers,
-        optimizers=build_optimizers(config, components, controllers),
-    )
-    workflow = DreamerMPCWorkflow()
-    workflow.attach(context)
-    workflow.initialize(context)
-    return workflow
+    config = dreamer_config(controllers__planner=PLANNER, workflow=WORKFLOW)
+    return assemble_workflow(config, spec, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("action", [DISCRETE, MULTI, CONTINUOUS], ids=lambda a: a.kind)

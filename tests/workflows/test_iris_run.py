@@ -1,30 +1,34 @@
-"""IRIS' runs: resumed equals never stopped, stored episodes train without collecting, and the benchmark runs."""
+"""IRIS' runs: resumed equals never stopped, epochs are kept, stored episodes train without collecting, the benchmark runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from same_run import assert_same
 
 import rl_lab
+from rl_lab.errors import CheckpointError, LabError
 from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.tools.bench import run_benchmark
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint import CheckpointManager
 
-QUIET = ["logging.progress=off", "logging.tensorboard=false", "debug=tiny", "training.total_timesteps=120"]
-QUIET += ["training.evaluate.every_env_steps=null", "training.report.every_env_steps=null"]
+QUIET = ["logging.progress=off", "logging.tensorboard=false", "debug=tiny", "environment.workers=0"]
+SILENT = ["training.evaluate.every_env_steps=null", "training.report.every_env_steps=null"]
 
-# Whole runs: minutes on two cores.
-pytestmark = pytest.mark.learning
+
+def newest(folder: Path) -> dict[str, Any]:
+    return CheckpointManager(folder / "checkpoints").load().state
 
 
 @pytest.mark.parametrize("name", ["iris_catch", "delta_iris_catch"])
 def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
     """Codebooks, slow copies and the counts of drawn episodes included."""
-    rl_lab.train(name, [*QUIET, f"run_dir={tmp_path / 'whole'}"])
+    words = [*QUIET, *SILENT, "training.total_timesteps=120"]
+    rl_lab.train(name, [*words, f"run_dir={tmp_path / 'whole'}"])
     with monkeypatch.context() as patch:
         do = Orchestrator.do
 
@@ -33,33 +37,104 @@ def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
             self.interrupted = self.scheduler.totals["env_steps"] >= 90  # in the middle of an epoch
 
         patch.setattr(Orchestrator, "do", stop_late)
-        half = rl_lab.train(name, [*QUIET, f"run_dir={tmp_path / 'half'}"])
+        half = rl_lab.train(name, [*words, f"run_dir={tmp_path / 'half'}"])
     assert half.interrupted
     resume(tmp_path / "half")
-    states = [CheckpointManager(tmp_path / run / "checkpoints").load().state for run in ("whole", "half")]
+    states = [newest(tmp_path / run) for run in ("whole", "half")]
     assert_same(*states)
     assert "episodes:world_model" in str(states[0]["storage"])  # how often each episode was drawn
 
 
-def test_another_runs_episodes_and_its_frozen_tokenizer(tmp_path: Path):
+# ---------------------------------------------------------------- a run and what it leaves
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six epochs with a report, the weights of every second one kept."""
+    path = tmp_path_factory.mktemp("stored") / "run"
+    words = ["training.evaluate.every_env_steps=null", "training.checkpoint.epoch_weights=2"]
+    rl_lab.train("iris_catch", [*QUIET, *words, "training.total_timesteps=120", f"run_dir={path}"])
+    return path
+
+
+def test_weights_of_epochs_are_kept(stored: Path):
+    files = sorted(path.name for path in (stored / "checkpoints").glob("epoch_?.pt"))
+    assert files == ["epoch_2.pt", "epoch_4.pt", "epoch_6.pt"]
+    kept = [torch.load(stored / "checkpoints" / name, weights_only=True) for name in files]
+    assert [state["global_step"] for state in kept] == [40, 80, 120]
+    assert all("optimizers" not in state and set(state["components"]) for state in kept)
+    last = newest(stored)
+    assert_same(kept[-1]["components"], last["components"])  # the run's last epoch is among them
+    tokenizers = [state["components"]["tokenizer"] for state in kept]
+    assert any(not torch.equal(tokenizers[0][key], tokenizers[-1][key]) for key in tokenizers[0])
+    assert rl_lab.load_agent(stored, checkpoint="epoch_4", device="cpu").step == 80
+
+
+def test_an_agent_takes_chosen_parts_of_a_checkpoint(stored: Path):
+    agent = rl_lab.load_agent(stored, checkpoint="epoch_2", device="cpu")
+    parts = {name: getattr(agent.workflow, name) for name in ("tokenizer", "world_model", "actor_critic")}
+    before = {name: {k: v.clone() for k, v in part.state_dict().items()} for name, part in parts.items()}
+    last = newest(stored)
+    saved = {**last["components"], **last["controllers"]}
+    path = stored / "checkpoints" / "last.pt"
+    taken = agent.load(path, "cpu", load_tokenizer=False, load_world_model=True, load_actor_critic=True)
+    assert taken == ["components.world_model", "controllers.actor_critic"]
+    assert_same(dict(parts["tokenizer"].state_dict()), before["tokenizer"])
+    for name in ("world_model", "actor_critic"):
+        assert_same(dict(parts[name].state_dict()), dict(saved[name]))
+    assert agent.step == 120
+    assert agent.load(path) == ["components.tokenizer", *taken]
+    assert_same(dict(parts["tokenizer"].state_dict()), dict(saved["tokenizer"]))
+    with pytest.raises(LabError, match="load_tokenizer"):
+        agent.load(path, load_tokeniser=False)
+    with pytest.raises(LabError, match="makes one there"):
+        agent.load(path, "meta")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        agent.load(stored / "checkpoints" / "epoch_9.pt")
+
+
+def test_reports_are_in_media(stored: Path):
+    assert list((stored / "media" / "reconstructions").glob("*reconstruction*.png"))
+    films = list((stored / "media" / "episodes" / "imagination").iterdir())
+    assert films and all(film.stat().st_size > 100 for film in films)
+
+
+def test_another_runs_episodes_and_its_frozen_tokenizer(stored: Path, tmp_path: Path):
     """No environment step: the tokenizer is loaded and stays as it is, the other parts learn from stored episodes."""
-    stored = rl_lab.train("iris_catch", [*QUIET, f"run_dir={tmp_path / 'stored'}"])
-    words = ["+buffer@buffers.offline=offline_episodes", f"buffers.offline.path={stored.path}"]
-    words += [f"load.path={stored.path}", "load.components=[tokenizer]"]
+    words = ["+buffer@buffers.offline=offline_episodes", f"buffers.offline.path={stored}"]
+    words += [f"load.path={stored}", "load.components=[tokenizer]"]
     phase = "name: learn, type: offline, buffer: offline, freeze: [tokenizer], duration_cycles: 2"
     words += [f"training.phases=[{{{phase}, workflow_hooks: [update_world_model, update_actor_critic]}}]"]
-    run = rl_lab.train("iris_catch", [*QUIET, *words, f"run_dir={tmp_path / 'learned'}"])
+    run = rl_lab.train("iris_catch", [*QUIET, *SILENT, *words, f"run_dir={tmp_path / 'learned'}"])
     assert run.counters["updates"] == 4 and run.counters["env_steps"] == 0
-    before, after = (
-        CheckpointManager(tmp_path / name / "checkpoints").load().state["components"]
-        for name in ("stored", "learned")
-    )
-    assert all(torch.equal(value, after["tokenizer"][key]) for key, value in before["tokenizer"].items())
+    before, after = newest(stored)["components"], newest(tmp_path / "learned")["components"]
+    assert_same(before["tokenizer"], after["tokenizer"])
     assert any(
         not torch.equal(value, after["world_model"][key]) for key, value in before["world_model"].items()
     )
 
 
+@pytest.mark.parametrize("name", ["iris_catch", "delta_iris_catch"])
+def test_all_parts_learn_from_stored_episodes_alone(name: str, stored: Path, tmp_path: Path):
+    words = [
+        "phases=iris_stored",
+        "+buffer@buffers.offline=offline_episodes",
+        f"buffers.offline.path={stored}",
+    ]
+    words += ["algorithm.epochs.actor_critic=2", "training.checkpoint.epoch_weights=1"]
+    run = rl_lab.train(name, [*QUIET, *SILENT, *words, f"run_dir={tmp_path / 'run'}"])
+    assert run.counters["env_steps"] == 0 and run.counters["updates"] == 1 + 2 + 2 * 3
+    first = torch.load(tmp_path / "run" / "checkpoints" / "epoch_1.pt", weights_only=True)
+    last = newest(tmp_path / "run")
+    for room, part in (
+        ("components", "tokenizer"),
+        ("components", "world_model"),
+        ("controllers", "actor_critic"),
+    ):
+        assert any(not torch.equal(value, last[room][part][key]) for key, value in first[room][part].items())
+
+
+@pytest.mark.learning
 def test_the_benchmark_runs():
     options = ["--case", "delta_atari", "--tiny", "--updates", "1", "--device", "cpu"]
     rows = {row["name"]: row["value"] for row in run_benchmark("iris", options)["rows"]}
