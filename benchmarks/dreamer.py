@@ -87,9 +87,6 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.profile:
         print_kernels(update)
     name = f"dreamer/{size}"
-    parts = workflow.context
-    modules = [parts.components, *(module for _, module in parts.controller_manager.modules())]
-    parameters = sum(p.numel() for module in modules for p in module.parameters())
     rows = [
         {"name": f"{name}/update_ms", "value": statistics.median(times), "unit": "ms"},
         {"name": f"{name}/first_update_s", "value": first, "unit": "s"},
@@ -99,7 +96,7 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             "value": act_time(workflow, device, options.updates, capture=not options.eager),
             "unit": "ms",
         },
-        {"name": f"{name}/parameters", "value": parameters, "unit": "parameters"},
+        {"name": f"{name}/parameters", "value": workflow.context.count_parameters(), "unit": "parameters"},
     ]
     if device.type == "cuda":
         rows.append(

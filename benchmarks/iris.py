@@ -20,13 +20,12 @@ from typing import Any
 import psutil
 import torch
 
-from rl_lab.build import build_optimizers, build_parts, build_workflow
+from rl_lab.build import assemble_workflow
 from rl_lab.compose import compose_config, resolve_config
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.orchestration.hook_runner import HookRunner
 from rl_lab.orchestration.profiling import print_kernels
 from rl_lab.records import ActionSpec, ArraySpec, Batch, BatchSpec, Spec
-from rl_lab.workflows.context import WorkflowContext
 
 PARTS = ("tokenizer", "world_model", "actor_critic")
 PERCEPTUAL = "+components/reconstruction_loss@components.tokenizer.losses.perceptual=perceptual"
@@ -103,18 +102,7 @@ class Case:
         words += ["components.tokenizer.losses.perceptual.width=2"] if options.tiny and more else []
         words += [f"training.precision={'float32' if exact else options.precision}"]
         config = resolve_config(compose_config(words), spec)
-        components, controllers = build_parts(config, spec, device)
-        context = WorkflowContext(
-            config=config,
-            device=device,
-            spec=spec,
-            components=components,
-            controller_manager=controllers,
-            optimizers=build_optimizers(config, components, controllers),
-        )
-        workflow = build_workflow(config)
-        workflow.attach(context)
-        workflow.initialize(context)
+        workflow = assemble_workflow(config, spec, device)
         self.device = device
         hooks = workflow.hooks()
         self.runners, self.streams = {}, {}

@@ -22,14 +22,13 @@ import psutil
 import torch
 
 from rl_lab.buffers.stream import BatchStream
-from rl_lab.build import build_buffers, build_optimizers, build_parts, build_workflow
+from rl_lab.build import assemble_workflow, build_buffers
 from rl_lab.compose import compose_config, resolve_config
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.orchestration.act_runner import EAGER_CALLS, ActRunner
 from rl_lab.orchestration.hook_runner import HookRunner
 from rl_lab.orchestration.profiling import print_kernels
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
-from rl_lab.workflows.context import WorkflowContext
 
 ROWS = 2000
 EPISODE = 500
@@ -115,18 +114,7 @@ class Case:
         words += [f"buffers.replay.capacity={ROWS}", "environment.num_envs=1"]
         words += [f"training.precision={'float32' if exact else options.precision}"]
         config = resolve_config(compose_config(words), spec)
-        components, controllers = build_parts(config, spec, device)
-        context = WorkflowContext(
-            config=config,
-            device=device,
-            spec=spec,
-            components=components,
-            controller_manager=controllers,
-            optimizers=build_optimizers(config, components, controllers),
-        )
-        self.workflow = build_workflow(config)
-        self.workflow.attach(context)
-        self.workflow.initialize(context)
+        self.workflow = assemble_workflow(config, spec, device)
         self.device = device
         self.options = options
         buffer = build_buffers(config, spec, self.workflow.policy_columns(), device)["replay"]
@@ -135,8 +123,7 @@ class Case:
         generator = torch.Generator(device).manual_seed(0)
         self.runner = HookRunner("update", hook, device=device, generator=generator, capture=capture)
         self.stream = BatchStream(buffer, hook.batch, torch.Generator().manual_seed(0), device=device)
-        modules = [components, *(module for _, module in controllers.modules())]
-        self.parameters = sum(p.numel() for module in modules for p in module.parameters())
+        self.parameters = self.workflow.context.count_parameters()
 
     def updates(self, count: int) -> list[float]:
         """Milliseconds of each of `count` updates."""

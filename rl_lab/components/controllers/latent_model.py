@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rl_lab.components.nn.ensemble import Weights
+from rl_lab.components.nn.normed_mlp import NormedMLP, cast_wide
 
 
 def control(action: torch.Tensor, *task: torch.Tensor) -> torch.Tensor:
@@ -37,12 +38,17 @@ class LatentModel:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.dtype = dtype
-        # As wide as the weights that wait for it: with a task beside the action, the layer sees to that.
-        self.action_width = None if task is not None else pair[0]["input1"].shape[1]
+        # Layers of our own take an action with zeros behind it, as wide as their weights, and write where they are told.
+        own_layers = isinstance(getattr(dynamics, "mlp", None), NormedMLP)
+        # With a task beside the action, the layer itself sees to the width.
+        self.action_width = pair[0]["input1"].shape[1] if own_layers and task is None else None
+        if own_layers:
+            self.rollout = self._rollout  # planners look whether there is one
         self._dynamics, self._reward, self._policy = dynamics, reward_head, policy
         self._critic, self._online, self._pair = critic, online, pair
         self._termination = termination_head
         self._task, self._mask = task, mask
+        self._before: torch.Tensor | None = None
         self.noise = {"policy": policy.noise, "value": policy.noise}
         if termination_head is not None:
             self.alive = self._alive  # planners look whether there is one
@@ -51,6 +57,21 @@ class LatentModel:
         self, latent: torch.Tensor, action: torch.Tensor, noise: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._dynamics(latent, control(action, *self._of_rows(self._task, latent)))
+
+    def _rollout(self, latent: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents before each of H actions, (R, H, L), and after the last, (R, L).
+
+        Every round of a plan begins with the same latents: they stay where they are, and steps are written beside them.
+        """
+        steps = actions.shape[1]
+        if self._before is None:
+            self._before = latent.new_empty(len(latent), steps, latent.shape[-1])
+            self._before[:, 0] = latent
+        for t in range(steps):
+            task = self._of_rows(self._task, latent)
+            out = self._before[:, t + 1] if t + 1 < steps else None
+            latent = self._dynamics(latent, control(actions[:, t], *task), out=out)
+        return self._before, latent
 
     def reward(
         self, latent: torch.Tensor, action: torch.Tensor, following: torch.Tensor | None = None
@@ -66,7 +87,8 @@ class LatentModel:
     def value(self, latent: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """The critic's opinion of what the policy would do."""
         task = self._of_rows(self._task, latent)
-        action = self.policy(latent, noise).to(self.dtype)
+        action = self.policy(latent, noise)
+        action = cast_wide(action, self.dtype, self.action_width or action.shape[-1])
         logits = self._online(latent, control(action, *task), weights=self._pair)
         return self._critic.combine(self._critic.mean(logits))
 

@@ -10,7 +10,7 @@ A model is anything with
 and, where it has them, `alive(following) -> (R, …)` (probability that the episode goes on), `noise` (name -> NoiseSpec
 of one row, for `next`, `value`, `policy`; None is passed where it has none), `dtype` (what it wants actions in) and
 `rewards_on_arrival` (False: `reward` does not look at the following latents and is given None), `action_width` (zeros
-behind an action up to there).
+behind an action up to there), `rollout(latent, actions) -> (R, H, …) latents before each action, (R, …) after the last`.
 Actions are as networks see them: numbers in [-1, 1], or one-hot choices side by side.
 
 Everything is a pure function of tensors with fixed shapes: noise comes in, no number is read by the host, the loop
@@ -27,7 +27,7 @@ import torch
 
 from rl_lab.components.controllers.action_search import ActionSearch, CategoricalSearch, NormalSearch
 from rl_lab.components.nn.categorical import sample_index
-from rl_lab.components.nn.normed_mlp import pad_to
+from rl_lab.components.nn.normed_mlp import cast_wide
 from rl_lab.components.nn.regional_compile import piece
 from rl_lab.errors import ConfigError, closest
 from rl_lab.records import NoiseSpec, Spec
@@ -242,11 +242,15 @@ def trajectory_values(
     """Σ γᵗ alive_t reward_t + γᴴ alive_H value(latent_H), (R,); with `horizon` h in place of H, nothing beyond h."""
     steps = actions.shape[1]
     wanted = _as_wanted(model, actions)
+    ends = hasattr(model, "alive")
+    if hasattr(model, "rollout") and horizon is None and not ends:
+        before, end = model.rollout(latent, wanted)
+        rewards = model.reward(before, wanted, None)  # (R, H)
+        return discounted(rewards, weight[:, :-1], model.value(end, value_noise), weight[:, -1])
     latents = [latent]
     for t in range(steps):
         latents.append(model.next(latents[-1], wanted[:, t], None if next_noise is None else next_noise[t]))
     # Rewards do not feed back into the rollout: one call for all steps.
-    ends = hasattr(model, "alive")
     following = stack(latents[1:]) if ends or getattr(model, "rewards_on_arrival", True) else None
     rewards = model.reward(stack(latents[:-1]), wanted, following)  # (R, H)
     if ends:
@@ -285,9 +289,8 @@ def pick(latents: Latent, index: torch.Tensor) -> Latent:
 
 
 def _as_wanted(model: Any, action: torch.Tensor) -> torch.Tensor:
-    dtype = getattr(model, "dtype", None)
-    action = action if dtype is None else action.to(dtype)
-    return pad_to(action, getattr(model, "action_width", None) or action.shape[-1])
+    dtype = getattr(model, "dtype", None) or action.dtype
+    return cast_wide(action, dtype, getattr(model, "action_width", None) or action.shape[-1])
 
 
 def _widened(spec: NoiseSpec, *batch: int) -> NoiseSpec:

@@ -35,6 +35,8 @@ class LatentDynamics(nn.Module):
         inputs = [latent, spec.action.size + context]
         self.mlp = NormedMLP(inputs, units, latent, hidden=hidden, out=out, init=init, group=group)
 
-    def forward(self, latent: torch.Tensor, control: torch.Tensor) -> torch.Tensor:
-        """latent: (…, L), control: (…, A + context) -> next latent (…, L)."""
-        return self.mlp(latent, control)
+    def forward(
+        self, latent: torch.Tensor, control: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """latent: (…, L), control: (…, A + context) -> next latent (…, L); out: (R, L) where it is to be written."""
+        return self.mlp(latent, control, out=out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +32,9 @@ class CastCopy:
         self.parts = {name: copy.deepcopy(part).requires_grad_(False) for name, part in parts.items()}
         for name, part in self.parts.items():
             for module in part.modules():
-                if hasattr(module, "widen"):
-                    module.widen(WIDTH)
+                widen: Any = getattr(module, "widen", None)
+                if widen is not None:
+                    widen(WIDTH)
             for source, target in zip(parts[name].parameters(), part.parameters(), strict=True):
                 target.data = target.data.to(dtype)
                 if target.shape == source.shape:

@@ -118,7 +118,7 @@ class EnsembleMLP(nn.Module):
                 y = y.baddbmm_(pad_to(x[place], weight.shape[1]).to(y.dtype), weight.to(y.dtype))
             bias: torch.Tensor | None = layer["bias"]
             if number == 0 and dropout is not None and rate > 0.0:
-                y, bias = (y + bias) * ((dropout >= rate) * (1.0 / (1.0 - rate))), None
+                y, bias = (y + layer["bias"]) * ((dropout >= rate) * (1.0 / (1.0 - rate))), None
             has_norm, activation = parse_layer(word)
             if has_norm:
                 y = norm_activate_stacked(y, bias, layer["scale"], layer["shift"], activation)

@@ -13,6 +13,7 @@ from torch import nn
 
 from rl_lab.components.nn.fast_path import fast
 from rl_lab.components.nn.kernels.norm_activate import FUSED, fused_norm_activate
+from rl_lab.components.nn.regional_compile import piece
 from rl_lab.components.nn.simnorm import GROUP, simnorm
 from rl_lab.errors import ConfigError, closest
 
@@ -32,19 +33,32 @@ def activate(x: torch.Tensor, activation: str, group: int) -> torch.Tensor:
 
 
 def norm_activate(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str, group: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    activation: str,
+    group: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """LayerNorm over the last axis, then the activation: x (rows, F), weight and bias (F,) -> (rows, F)."""
     if fast() and activation in FUSED:
         alone = x.unsqueeze(0), None, weight.unsqueeze(0), bias.unsqueeze(0)
-        return fused_norm_activate(*alone, EPS, activation, group).squeeze(0)
-    return activate(F.layer_norm(x, x.shape[-1:], weight, bias, EPS), activation, group)
+        where = None if out is None else out.unsqueeze(0)
+        return fused_norm_activate(*alone, EPS, activation, group, where).squeeze(0)
+    y = activate(F.layer_norm(x, x.shape[-1:], weight, bias, EPS), activation, group)
+    return y if out is None else out.copy_(y)
 
 
 def pad_to(x: torch.Tensor, width: int) -> torch.Tensor:
     """Zeros behind the last axis up to `width`."""
     assert x.shape[-1] <= width, f"{x.shape[-1]} numbers do not fit into {width}"
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+@piece
+def cast_wide(x: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """Into another number format, with zeros behind the last axis up to `width`."""
+    return pad_to(x.to(dtype), width)
 
 
 def missing(width: int, multiple: int) -> int:
@@ -112,8 +126,8 @@ class Layer(nn.Module):
             setattr(self, f"weight{place}", nn.Parameter(padded, requires_grad=False))
         self.bias = nn.Parameter(F.pad(self.bias.detach(), (0, more)), requires_grad=False)
 
-    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
-        """parts: (rows, inputs[i]) each -> (rows, outputs)."""
+    def forward(self, *parts: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """parts: (rows, inputs[i]) each -> (rows, outputs), or written to `out`, whose rows may lie apart."""
         assert len(parts) == self.parts, f"a layer of {self.parts} inputs was given {len(parts)}"
         x = F.linear(pad_to(parts[0], self.weight0.shape[1]), self.weight0, self.bias)
         for place in range(1, self.parts):
@@ -122,8 +136,9 @@ class Layer(nn.Module):
             x = x.addmm_(pad_to(parts[place], weight.shape[1]).to(x.dtype), weight.t().to(x.dtype))
         x = x if x.shape[-1] == self.outputs else x[..., : self.outputs]
         if self.norm is not None:
-            return norm_activate(x, self.norm.weight, self.norm.bias, self.activation, self.group)
-        return activate(x, self.activation, self.group)
+            return norm_activate(x, self.norm.weight, self.norm.bias, self.activation, self.group, out)
+        x = activate(x, self.activation, self.group)
+        return x if out is None else out.copy_(x)
 
 
 class NormedMLP(nn.Module):
@@ -157,10 +172,11 @@ class NormedMLP(nn.Module):
         layers.append(Layer(widths, outputs, out, init=init, zero=zero, group=group))
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
-        """parts: (…, inputs[i]) each, all with the same batch axes -> (…, outputs)."""
+    def forward(self, *parts: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """parts: (…, inputs[i]) each, all with the same batch axes -> (…, outputs); with one of them also to `out`."""
         batch = parts[0].shape[:-1]
         x: tuple[torch.Tensor, ...] = tuple(part.reshape(-1, part.shape[-1]) for part in parts)
-        for layer in self.layers:
+        *first, last = self.layers
+        for layer in first:
             x = (layer(*x),)
-        return x[0].unflatten(0, batch)
+        return last(*x, out=out).unflatten(0, batch)

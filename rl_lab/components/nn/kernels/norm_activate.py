@@ -23,18 +23,18 @@ def norm_activate_forward(
     eps: float,
     activation: str,
     group: int,
+    out: torch.Tensor | None = None,  # (1, R, F) of a single network; rows may lie apart
 ) -> torch.Tensor:
     """-> (E, R, F) in x's dtype."""
     if x.is_cuda:
         from rl_lab.components.nn.kernels import norm_activate_triton
 
-        return norm_activate_triton.forward(x, bias, scale, shift, eps, activation, group)
+        return norm_activate_triton.forward(x, bias, scale, shift, eps, activation, group, out)
     z = x.float() if bias is None else x.float() + bias.float().unsqueeze(1)
     normed = F.layer_norm(z, z.shape[-1:], None, None, eps)
     u = torch.addcmul(shift.float().unsqueeze(1), normed, scale.float().unsqueeze(1))
-    if activation == "mish":
-        return F.mish(u).to(x.dtype)
-    return torch.softmax(u.unflatten(-1, (-1, group)), -1).flatten(-2).to(x.dtype)
+    y = F.mish(u) if activation == "mish" else torch.softmax(u.unflatten(-1, (-1, group)), -1).flatten(-2)
+    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def norm_activate_backward(
@@ -102,9 +102,11 @@ def fused_norm_activate(
     eps: float,
     activation: str,
     group: int = 1,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Differentiable. -> (E, R, F)."""
+    """Differentiable, unless the result is to go to `out`. -> (E, R, F)."""
     if torch.is_grad_enabled():
+        assert out is None, "a result that is written elsewhere has no gradient"
         result: torch.Tensor = NormActivate.apply(x, bias, scale, shift, eps, activation, group)
         return result
-    return norm_activate_forward(x, bias, scale, shift, eps, activation, group)
+    return norm_activate_forward(x, bias, scale, shift, eps, activation, group, out)

@@ -23,7 +23,7 @@ def _normed(x, bias, at, member, column, mask, inside, F: tl.constexpr, eps, HAS
 
 @triton.jit
 def _forward_kernel(
-    x, bias, scale, shift, out, rows, eps, LARGE: tl.constexpr,
+    x, bias, scale, shift, out, rows, out_stride, eps, LARGE: tl.constexpr,
     F: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, MISH: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,8 @@ def _forward_kernel(
         groups = tl.reshape(u, (ROWS, BLOCK // GROUP, GROUP))
         e = tl.exp(groups - tl.max(groups, 2, keep_dims=True))
         y = tl.reshape(e / tl.sum(e, 2, keep_dims=True), (ROWS, BLOCK))
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+    to = (member * rows + row[:, None]).to(tl.int64) * out_stride + column[None, :]
+    tl.store(out + to, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -108,13 +109,14 @@ def forward(
     eps: float,
     activation: str,
     group: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     x = x.contiguous()
     members, rows, features = x.shape
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     block, many, warps = _shape(rows, features)
     _forward_kernel[(triton.cdiv(rows, many), members)](
-        x, x if bias is None else bias, scale, shift, out, rows, eps, LARGE,
+        x, x if bias is None else bias, scale, shift, out, rows, out.stride(1), eps, LARGE,
         F=features, BLOCK=block, ROWS=many, GROUP=group, HAS_BIAS=bias is not None, MISH=activation == "mish",
         num_warps=warps,
     )  # fmt: skip
