@@ -1,6 +1,8 @@
 """Pictures for docs/algorithms/world_models.md: what V makes of images, and M's dreams at several temperatures.
 
-python docs/make_world_model_pictures.py RUN NAME
+python docs/make_world_model_pictures.py RUN NAME [FOLDER]
+
+RUN is a run folder of any experiment with `workflow=og_wm`, NAME the beginning of the pictures' names.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from rl_lab.agent import load_agent
 from rl_lab.environments import make_env
@@ -20,32 +22,43 @@ from rl_lab.records import ActMode, Batch
 from rl_lab.workflows.og_wm_report import TEMPERATURES, dreams_at
 
 FOLDER = Path(__file__).parent / "images" / "world_models"
-ROWS, SEEN, SHOWN = 48, 12, 8  # of a sequence, of them seen, pictures of it that are shown
+PLAYED, ROWS, SHOWN = (
+    110,
+    48,
+    8,
+)  # steps at most, the last of them that are looked at, pictures that are shown
+SIDE = 64  # of a picture on paper, at least
+GAP = 3  # between pictures
+MARGIN = 104  # for the words beside a row
 
 
-def main(run: str, name: str) -> None:
+def main(run: str, name: str, folder: str | Path = FOLDER) -> None:
+    folder = Path(folder)
     agent = load_agent(run)
     batch = play(agent)
+    rows = batch.reward.shape[1]
+    seen = max(1, rows // 4)  # the rest is dreamed, led by the actions that were taken
     key = agent.workflow.vae.keys[0]
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     truth = batch.obs[key][0]
     model = agent.workflow.dream_observation({"z": agent.workflow.see_sequence(batch.obs)["mu"]})[key][0]
-    pick = np.linspace(0, ROWS - 1, SHOWN).astype(int)
-    save(FOLDER / f"{name}_reconstructions.png", [truth[pick], model[pick]])
-    dreams = dreams_at(agent.workflow, batch, SEEN, TEMPERATURES)
-    late = np.linspace(SEEN - 1, ROWS - 1, SHOWN).astype(int)
-    save(FOLDER / f"{name}_dreams.png", [truth[late], *(dream[key][0][late] for dream in dreams.values())])
+    pick = np.linspace(0, rows - 1, SHOWN).astype(int)
+    save(folder / f"{name}_reconstructions.png", {"truth": truth[pick], "V": model[pick]})
+    dreams = dreams_at(agent.workflow, batch, seen, TEMPERATURES)
+    late = np.linspace(seen - 1, rows - 1, SHOWN).astype(int)
+    films = {f"temperature {temperature}": dream[key][0][late] for temperature, dream in dreams.items()}
+    save(folder / f"{name}_dreams.png", {"truth": truth[late], **films})
 
 
 def play(agent: Any) -> Batch:
-    """One episode's first rows under the agent, (1, ROWS, …)."""
+    """The last rows of one episode under the agent, or of its beginning where it is long, (1, ROWS, …)."""
     options = env_config_options(agent.config.environment, evaluation=True)
     generator = torch.Generator(agent.device).manual_seed(0)
     rows: dict[str, list[torch.Tensor]] = {}
     with make_env(**{**options, "num_envs": 1, "workers": 0}, seed=7) as env:
         obs, _ = env.reset()
         state = agent.workflow.initial_policy_state(1)
-        for step in range(ROWS):
+        for step in range(PLAYED):
             tensors = {key: torch.as_tensor(value).to(agent.device) for key, value in obs.items()}
             first = torch.tensor([step == 0], device=agent.device)
             action, state, _ = agent.workflow.act(tensors, state, first, ActMode(generator=generator))
@@ -53,17 +66,29 @@ def play(agent: Any) -> Batch:
             row |= {"action": action, "is_first": first, "reward": torch.zeros(1, device=agent.device)}
             for key, value in row.items():
                 rows.setdefault(key, []).append(value)
-            obs, *_ = env.step(action.cpu().numpy())
-    return Batch({key: torch.stack(values, 1) for key, values in rows.items()})
+            obs, _, terminated, truncated, _ = env.step(action.cpu().numpy())
+            if terminated[0] or truncated[0]:
+                break
+    return Batch({key: torch.stack(values[-ROWS:], 1) for key, values in rows.items()})
 
 
-def save(path: Path, rows: list[torch.Tensor]) -> None:
-    """rows: (n, C, H, W) uint8 each, one under the other."""
-    picture = torch.stack(rows).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1).cpu().numpy()
+def save(path: Path, rows: dict[str, torch.Tensor]) -> None:
+    """rows: what each row is called -> (n, C, H, W) uint8, one under the other."""
+    times = max(1, SIDE // next(iter(rows.values())).shape[-1])
+    images = torch.stack(list(rows.values())).repeat_interleave(times, -1).repeat_interleave(times, -2)
+    images = torch.nn.functional.pad(images, (0, GAP, 0, GAP), value=255)
+    picture = images.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1).cpu().numpy()
     picture = np.repeat(picture, 3, axis=2) if picture.shape[2] == 1 else picture
-    Image.fromarray(picture).save(path, optimize=True)
+    height = images.shape[-2]
+    page = Image.new("RGB", (picture.shape[1] + MARGIN, len(picture)), "white")
+    page.paste(Image.fromarray(picture), (MARGIN, 0))
+    for number, words in enumerate(rows):
+        ImageDraw.Draw(page).text(
+            (4, (number + 0.5) * height), words, fill="black", anchor="lm", font_size=12
+        )
+    page.save(path, optimize=True)
     print(path)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

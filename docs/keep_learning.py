@@ -1,0 +1,124 @@
+"""Keeps a run's learning curve as CSV and JSON in docs/results, and draws kept curves beside published points.
+
+    python docs/keep_learning.py keep RUN NAME --commit C --command "rl-lab train …" --machine docs/results/tdmpc_h200.json
+    python docs/keep_learning.py draw PICTURE NAME NAME …
+
+RUN is a run folder or a metrics.jsonl. The JSON holds the evaluations, what was published (`--published 100000:962`, in
+frames) and from where, and how long it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from rl_lab.tools.curves import Metrics
+from rl_lab.tools.figure_style import colors, figure_file, legend, step_axis
+
+RESULTS = Path(__file__).parent / "results"
+# Column -> metric. Those that a run never logged are left out.
+COLUMNS = {
+    "train_return": "collect/return_mean",
+    "eval_return": "eval/return_mean",
+    "imagined_return": "controller/return_mean",
+    "entropy": "controller/entropy",
+    "model_loss": "train/loss",
+    "generation_best": "controller/best",
+    "generation_mean": "controller/mean",
+    "kl": "train/kl",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="what", required=True)
+    keep_parser = commands.add_parser("keep")
+    keep_parser.add_argument("run", type=Path)
+    keep_parser.add_argument("name")
+    keep_parser.add_argument("--commit", required=True)
+    keep_parser.add_argument("--command", required=True)
+    keep_parser.add_argument("--machine", type=Path, required=True, help="a kept result whose machine it was")
+    keep_parser.add_argument("--title", default="", help="of the picture")
+    keep_parser.add_argument("--note", default="")
+    keep_parser.add_argument("--published", nargs="*", default=[], help="frames:return")
+    keep_parser.add_argument("--source", default="", help="of the published points")
+    keep_parser.add_argument(
+        "--evaluation", type=Path, nargs="*", default=[], help="JSON files of rl-lab eval"
+    )
+    draw_parser = commands.add_parser("draw")
+    draw_parser.add_argument("picture", type=Path)
+    draw_parser.add_argument("names", nargs="+")
+    options = parser.parse_args()
+    keep(options) if options.what == "keep" else draw(options.picture, options.names)
+
+
+def keep(options: argparse.Namespace) -> None:
+    path = options.run / "metrics.jsonl" if options.run.is_dir() else options.run
+    metrics = Metrics.read(path)
+    begin = min(float(row["time"]) for row in metrics.rows)
+    columns = {name: key for name, key in COLUMNS.items() if key in metrics.names()}
+    with (RESULTS / f"{options.name}.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", "frames", "updates", "seconds", *columns])
+        for row in metrics.rows:
+            values = [row.get(key) for key in columns.values()]
+            if any(value is not None for value in values):
+                counters = [row["step"], row.get("frames"), row.get("updates"), round(row["time"] - begin, 1)]
+                writer.writerow([*counters, *("" if v is None else round(float(v), 4) for v in values)])
+    evaluations = metrics.curve("eval/return_mean", over="frames").finite()
+    result: dict[str, Any] = {
+        "title": options.title or options.name,
+        "commit": options.commit,
+        "machine": json.loads(options.machine.read_text())["machine"],
+        "command": options.command,
+        "minutes": round((max(float(row["time"]) for row in metrics.rows) - begin) / 60, 1),
+        "steps": metrics.last("step"),
+        "frames": metrics.last("frames"),
+        "updates": metrics.last("updates"),
+        "evaluations_by_frames": {str(int(x)): round(y, 1) for x, y in zip(evaluations.x, evaluations.y)},
+        "published_by_frames": {
+            frames: float(value) for frames, value in (pair.split(":") for pair in options.published)
+        },
+        "published_source": options.source,
+        "note": options.note,
+        "curve": f"{options.name}.csv",
+    }
+    if options.evaluation:
+        result["final_evaluations"] = {file.stem: json.loads(file.read_text()) for file in options.evaluation}
+    (RESULTS / f"{options.name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print(f"kept {options.name}: {len(metrics.rows)} lines, {len(evaluations)} evaluations")
+
+
+def draw(picture: Path, names: list[str]) -> None:
+    with figure_file(picture, 3.6 * len(names), 3.0) as figure:
+        panels = figure.subplots(1, len(names), squeeze=False)[0]
+        handles: dict[str, Any] = {}
+        for axes, name in zip(panels, names):
+            kept = json.loads((RESULTS / f"{name}.json").read_text())
+            with (RESULTS / f"{name}.csv").open() as file:
+                rows = list(csv.DictReader(file))
+            palette = colors()
+            for column, label in (("train_return", "training episodes"), ("eval_return", "evaluation")):
+                color = next(palette)
+                points = [(float(r["frames"]), float(r[column])) for r in rows if r.get(column)]
+                if points:
+                    width = 1.0 if column == "train_return" else 2.0
+                    handles[label] = axes.plot(*zip(*points), color=color, linewidth=width)[0]
+            if kept["published_by_frames"]:
+                published = sorted((float(x), y) for x, y in kept["published_by_frames"].items())
+                handles["published"] = axes.plot(*zip(*published), "D", color=next(palette), markersize=5)[0]
+            axes.set_title(kept["title"])
+            axes.set_xlabel("frames")
+            step_axis(axes, 5)
+        panels[0].set_ylabel("return")
+        legend(figure, list(handles.values()), list(handles), "outside upper left")
+    print(f"drawn: {picture}")
+
+
+if __name__ == "__main__":
+    main()
