@@ -17,6 +17,7 @@ import torch
 
 from rl_lab.components.controllers.imagined_policy_loss import ImaginedPolicyLoss
 from rl_lab.components.nn.component_loss import LossWithIntermediateLosses
+from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.guard import NonFiniteGuard
 from rl_lab.components.nn.micro_batches import accumulated
 from rl_lab.components.nn.slow_copy import SlowCopy
@@ -157,7 +158,8 @@ class IrisWorkflow(IrisActing):
             losses = {f"loss/{key}": value for key, value in found.intermediate_losses.items()}
             return found.loss_total, {**losses, **metrics}
 
-        loss, metrics = accumulated(flat, batch, noise, parameters, part.grad_acc_steps)
+        with fast_path(self.fast):
+            loss, metrics = accumulated(flat, batch, noise, parameters, part.grad_acc_steps)
         step_metrics, _ = optimizer_step(
             loss,
             [self.optimizers[name]],

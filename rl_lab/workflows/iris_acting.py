@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rl_lab.components.dynamics.sequence_backbone import copy_state
+from rl_lab.components.nn.fast_path import fast_path, resolve_fast_path
 from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.components.representation_learners.tokenizer import to_frames, to_pixels
 from rl_lab.errors import ConfigError
@@ -36,6 +37,11 @@ class IrisActing(WorldModelWorkflow):
         chosen = self.settings.model_precision if precision == "auto" else precision
         self.model_dtype = resolve_precision(chosen, self.device)
         self.autocast = partial(autocast, self.model_dtype, self.device)
+        self.fast = resolve_fast_path(context.config.training.get("fast_path", "auto"), self.device)
+        if self.fast and self.device.type == "cuda":
+            # Convolutions there want the channels side by side, and so do our kernels.
+            for part in (self.tokenizer, self.world_model, self.actor_critic):
+                part.to(memory_format=torch.channels_last)
         self._check_fit()
 
     def _check_fit(self) -> None:
@@ -78,11 +84,12 @@ class IrisActing(WorldModelWorkflow):
         size = len(is_first)
         if mode.epsilon >= 1.0:  # purely random: no network is asked
             return self._random(size, mode), self.initial_policy_state(size), {}
-        with self.autocast():
-            shown = self.tokenizer.policy_view(to_frames(obs[self.tokenizer.key]))
         keep = (~is_first).float().unsqueeze(-1)
         memory = {key: policy_state[key] * keep for key in ("h", "c")}
-        action, memory = self._choose(shown.float(), memory, mode)
+        with fast_path(self.fast):
+            with self.autocast():
+                shown = self.tokenizer.policy_view(to_frames(obs[self.tokenizer.key]))
+            action, memory = self._choose(shown.float(), memory, mode)
         return action, memory, {}
 
     def _choose(

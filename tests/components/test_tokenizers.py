@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from rl_lab.components.nn.ema_quantizer import EMAQuantizer
+from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.perceptual import Perceptual
 from rl_lab.components.nn.reconstruction_losses import (
     AbsoluteError,
@@ -13,6 +15,7 @@ from rl_lab.components.nn.reconstruction_losses import (
     WorstPixel,
     weighted_losses,
 )
+from rl_lab.components.nn.residual_conv import PictureNorm
 from rl_lab.components.nn.vector_quantizer import VectorQuantizer
 from rl_lab.components.representation_learners.delta_tokenizer import DeltaTokenizer
 from rl_lab.components.representation_learners.frame_tokenizer import FrameTokenizer
@@ -137,3 +140,18 @@ def test_what_cannot_be_tokenized_is_said():
         DeltaTokenizer(SPEC, EMAQuantizer(vocab=4, dim=2), {}, width=2, tokens_side=3)
     pixels = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(to_pixels(to_frames(pixels)), pixels)
+
+
+@pytest.mark.parametrize("silu", [True, False])
+def test_the_fused_norm_gives_the_plain_numbers(silu: bool):
+    norm = PictureNorm(64, silu=silu)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x, weight = torch.randn(3, 64, 5, 4, requires_grad=True), torch.randn(3, 64, 5, 4)
+    results = []
+    for on in (False, True):
+        with fast_path(on):
+            y = norm(x)
+        results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *norm.parameters()])))
+    for plain, fused in zip(*results):
+        assert plain.shape == fused.shape and torch.allclose(plain, fused, rtol=1e-4, atol=1e-4)

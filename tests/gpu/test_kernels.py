@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_lab.components.nn.kernels import images, latent, norm_activate, norm_silu, recurrence, recurrent
+from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.kernels import (
+    group_norm_silu,
+    images,
+    latent,
+    norm_activate,
+    norm_silu,
+    recurrence,
+    recurrent,
+)
+from rl_lab.components.nn.seeded_dropout import causal_softmax_dropout, seeded_dropout
 
 pytestmark = pytest.mark.gpu
 
@@ -164,3 +174,37 @@ def test_norm_activate(members: int, rows: int, features: int, activation: str, 
         cuda, norm_activate.norm_activate_backward(grad, x, bias, scale, shift, *settings)
     ):
         agree(found, expected)
+
+
+@pytest.mark.parametrize(
+    "pictures, places, channels, groups",
+    [(3, 25, 8, 4), (640, 256, 64, 32), (2, 4096, 64, 32), (86, 64, 128, 32)],
+)
+@pytest.mark.parametrize("silu", [False, True])
+def test_group_norm(pictures: int, places: int, channels: int, groups: int, silu: bool):
+    x, grad = torch.randn(2, pictures, places, channels)
+    weight, bias = torch.rand(channels) + 0.5, torch.randn(channels)
+    forward, backward = group_norm_silu.group_norm_forward, group_norm_silu.group_norm_backward
+    found, moments = forward(*on_gpu(x, weight, bias), groups, 1e-5, silu)
+    expected, known = forward(x, weight, bias, groups, 1e-5, silu)
+    agree(found, expected)
+    agree(moments, known)
+    cuda = backward(*on_gpu(grad, x, known, weight, bias), silu)
+    for ours, theirs in zip(cuda, backward(grad, x, known, weight, bias, silu)):
+        agree(ours, theirs)
+
+
+def test_dropout_and_causal_softmax():
+    seed, x = torch.rand(()), torch.randn(3, 700)
+    with fast_path():
+        agree(seeded_dropout(x.cuda(), 0.3, seed.cuda()), seeded_dropout(x, 0.3, seed))
+        grads = []
+        weight = torch.randn(2, 3, 37, 37)
+        for device in ("cpu", "cuda"):
+            scores = torch.randn(2, 3, 37, 37, generator=torch.Generator().manual_seed(0)).to(device)
+            scores.requires_grad_()
+            y = causal_softmax_dropout(scores, 0.7, 0.2, seed.to(device))
+            (y * weight.to(device)).sum().backward()
+            grads.append((y.detach(), scores.grad))
+    for plain, fused in zip(*grads):
+        agree(fused, plain)

@@ -8,10 +8,26 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.kernels.group_norm_silu import fused_group_norm, supports
 
-def group_norm(channels: int, eps: float = 1e-5) -> nn.GroupNorm:
-    """32 groups, or as many as the channels allow: only nets smaller than the published ones have fewer."""
-    return nn.GroupNorm(math.gcd(32, channels), channels, eps=eps)
+
+class PictureNorm(nn.GroupNorm):
+    """Group norm over pictures, and SiLU behind it where `silu`.
+
+    32 groups, or as many as the channels allow: only nets smaller than the published ones have fewer.
+    """
+
+    def __init__(self, channels: int, *, eps: float = 1e-5, silu: bool = True) -> None:
+        super().__init__(math.gcd(32, channels), channels, eps=eps)
+        self.silu = silu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, C, H, W) -> the same shape."""
+        if fast() and supports(self.num_channels, self.num_groups):
+            return fused_group_norm(x, self.weight, self.bias, self.num_groups, self.eps, self.silu)
+        normed = super().forward(x)
+        return F.silu(normed) if self.silu else normed
 
 
 class ResidualConv(nn.Module):
@@ -19,15 +35,14 @@ class ResidualConv(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm1, self.norm2 = group_norm(inputs, eps), group_norm(outputs, eps)
+        self.norm1, self.norm2 = PictureNorm(inputs, eps=eps), PictureNorm(outputs, eps=eps)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, inputs, H, W) -> (M, outputs, H, W)."""
-        hidden = self.conv1(F.silu(self.norm1(x)))
-        return self.skip(x) + self.conv2(F.silu(self.norm2(hidden)))
+        return self.skip(x) + self.conv2(self.norm2(self.conv1(self.norm1(x))))
 
 
 class ImageAttention(nn.Module):
@@ -35,7 +50,7 @@ class ImageAttention(nn.Module):
 
     def __init__(self, channels: int, *, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm = group_norm(channels, eps)
+        self.norm = PictureNorm(channels, eps=eps, silu=False)
         self.query, self.key, self.value, self.project = (nn.Conv2d(channels, channels, 1) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

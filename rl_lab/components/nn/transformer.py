@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rl_lab.components.nn.precision import product_dtype
-from rl_lab.components.nn.seeded_dropout import seeded_dropout
+from rl_lab.components.nn.seeded_dropout import causal_softmax_dropout, seeded_dropout
 from rl_lab.components.nn.token_init import init_token_network
 from rl_lab.errors import ConfigError
 
@@ -38,11 +38,8 @@ class SelfAttention(nn.Module):
         if seeds is None or self.rate == 0.0:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:  # torch's own attention would draw its dropout from a generator of its own
-            length = x.shape[1]
-            hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-            scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            out = seeded_dropout(weights.to(v.dtype), self.rate, seeds[0]) @ v
+            scale = q.shape[-1] ** -0.5
+            out = causal_softmax_dropout(q @ k.transpose(-2, -1), scale, self.rate, seeds[0]) @ v
         return seeded_dropout(self._merge(out), self.rate, None if seeds is None else seeds[1])
 
     def step(

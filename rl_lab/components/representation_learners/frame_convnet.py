@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rl_lab.components.nn.residual_conv import Double, Halve, ResidualConv, group_norm
+from rl_lab.components.nn.residual_conv import Double, Halve, PictureNorm, ResidualConv
 
 WIDTHS, HALVE = (1, 1, 2, 2, 4), (True, False, True, True, False)  # vmicheli/delta-iris
 
@@ -40,7 +40,7 @@ class FrameEncoder(nn.Module):
             here = multiple * width
             if half:
                 layers.append(Halve(here, 2))
-        layers += [group_norm(here), nn.SiLU(), nn.Conv2d(here, latent, 3, padding=1)]
+        layers += [PictureNorm(here), nn.Conv2d(here, latent, 3, padding=1)]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class FrameDecoder(nn.Module):
             if half:
                 layers.append(Double(multiple * width))
             layers.append(ResidualConv(multiple * width, smaller * width))
-        layers += [group_norm(width), nn.SiLU(), nn.Conv2d(width, channels, 3, padding=1)]
+        layers += [PictureNorm(width), nn.Conv2d(width, channels, 3, padding=1)]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from rl_lab.components.nn.residual_conv import Double, Halve, ImageAttention, ResidualConv, group_norm
+from rl_lab.components.nn.residual_conv import Double, Halve, ImageAttention, PictureNorm, ResidualConv
 
 EPS = 1e-6  # of the norms
 
@@ -54,11 +53,11 @@ class IrisEncoder(nn.Module):
             if level + 1 < levels:
                 layers.append(Halve(width, 3))
         self.layers = nn.Sequential(*layers, _middle(width))
-        self.norm, self.out = group_norm(width, EPS), nn.Conv2d(width, latent, 3, padding=1)
+        self.norm, self.out = PictureNorm(width, eps=EPS), nn.Conv2d(width, latent, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, C, H, W) in [-1, 1] -> (M, latent, H / 2^(levels-1), …)."""
-        return self.out(F.silu(self.norm(self.layers(x))))
+        return self.out(self.norm(self.layers(x)))
 
 
 class IrisDecoder(nn.Module):
@@ -82,8 +81,8 @@ class IrisDecoder(nn.Module):
             if level:
                 layers.append(Double(width))
         self.layers = nn.Sequential(*layers)
-        self.norm, self.out = group_norm(width, EPS), nn.Conv2d(width, channels, 3, padding=1)
+        self.norm, self.out = PictureNorm(width, eps=EPS), nn.Conv2d(width, channels, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, latent, h, w) -> (M, C, H, W), about in [-1, 1]."""
-        return self.out(F.silu(self.norm(self.layers(x))))
+        return self.out(self.norm(self.layers(x)))

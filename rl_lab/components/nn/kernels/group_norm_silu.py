@@ -1,0 +1,103 @@
+"""SiLU(GroupNorm(x)), or GroupNorm alone, on pictures whose channels lie side by side: before every convolution of IRIS' nets.
+
+Pictures are (M, P, C): M of them, P places, C channels. Arithmetic is float32, results have x's dtype. Only mean and
+inverse deviation of each group are kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+TILE = 4096  # numbers that a program of the kernels holds at once
+
+
+def supports(channels: int, groups: int) -> bool:
+    """Powers of two: what the kernels' tiles are made of."""
+    return channels & (channels - 1) == 0 and groups & (groups - 1) == 0 and channels <= TILE
+
+
+def group_norm_forward(
+    x: torch.Tensor,  # (M, P, C)
+    weight: torch.Tensor,  # (C,)
+    bias: torch.Tensor,  # (C,)
+    groups: int,
+    eps: float,
+    silu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> (M, P, C), and mean and inverse deviation, (M, 2, groups)."""
+    if x.is_cuda:
+        from rl_lab.components.nn.kernels import group_norm_silu_triton
+
+        return group_norm_silu_triton.forward(x, weight, bias, groups, eps, silu)
+    parts = x.float().unflatten(2, (groups, -1))  # (M, P, G, C / G)
+    mean = parts.mean((1, 3))
+    r = torch.rsqrt((parts - mean[:, None, :, None]).square().mean((1, 3)) + eps)
+    u = ((parts - mean[:, None, :, None]) * r[:, None, :, None]).flatten(2) * weight + bias
+    return (u * torch.sigmoid(u) if silu else u).to(x.dtype), torch.stack([mean, r], 1)
+
+
+def group_norm_backward(
+    grad: torch.Tensor,  # (M, P, C)
+    x: torch.Tensor,
+    moments: torch.Tensor,  # (M, 2, groups)
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    silu: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of x (M, P, C), and float32 ones of weight and bias, (2, C)."""
+    if x.is_cuda:
+        from rl_lab.components.nn.kernels import group_norm_silu_triton
+
+        return group_norm_silu_triton.backward(grad, x, moments, weight, bias, silu)
+    groups = moments.shape[2]
+    mean, r = (part[:, None, :, None] for part in moments.unbind(1))
+    n = ((x.float().unflatten(2, (groups, -1)) - mean) * r).flatten(2)
+    g = grad.float()
+    if silu:
+        u = n * weight + bias
+        s = torch.sigmoid(u)
+        g = g * s * (1.0 + u * (1.0 - s))
+    parameters = torch.stack([(g * n).sum((0, 1)), g.sum((0, 1))])
+    gn, n = (g * weight).unflatten(2, (groups, -1)), n.unflatten(2, (groups, -1))
+    gx = r * (gn - gn.mean((1, 3), keepdim=True) - n * (gn * n).mean((1, 3), keepdim=True))
+    return gx.flatten(2).to(x.dtype), parameters
+
+
+class GroupNormSiLU(torch.autograd.Function):
+    """`group_norm_forward` with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        groups: int,
+        eps: float,
+        silu: bool,
+    ) -> torch.Tensor:
+        y, moments = group_norm_forward(x, weight, bias, groups, eps, silu)
+        ctx.save_for_backward(x, moments, weight, bias)
+        ctx.silu = silu
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, moments, weight, bias = ctx.saved_tensors
+        gx, parameters = group_norm_backward(grad.contiguous(), x, moments, weight, bias, ctx.silu)
+        return gx, parameters[0], parameters[1], None, None, None
+
+
+def fused_group_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, groups: int, eps: float, silu: bool
+) -> torch.Tensor:
+    """x: (M, C, H, W) -> the same, with the channels side by side in memory. Differentiable."""
+    places = x.permute(0, 2, 3, 1)
+    rows = places.reshape(x.shape[0], -1, x.shape[1])  # a view where the channels already lie side by side
+    if torch.is_grad_enabled():
+        y: torch.Tensor = GroupNormSiLU.apply(rows, weight, bias, groups, eps, silu)
+    else:
+        y = group_norm_forward(rows, weight, bias, groups, eps, silu)[0]
+    return y.view(places.shape).permute(0, 3, 1, 2)
