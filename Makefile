@@ -11,10 +11,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not learning and not gpu"
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not learning and not gpu"
 
 test-learning: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m learning --timeout 2700
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m learning --timeout 2700
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -36,11 +36,13 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# PIP_CONSTRAINT holds for build environments too: nothing may pull another torch.
+# PIP_CONSTRAINT holds for build environments too: nothing may pull another torch. What is imported is compiled then;
+# compiling all that is installed takes longer.
+PIP := PIP_CONSTRAINT=constraints.txt PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q -e '.[demo]'
+	$(PIP) -e '.[demo]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q -e '.[dev]'
+	$(PIP) -e '.[dev]'
 	touch $@ $(VENV)/.demo

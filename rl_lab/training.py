@@ -266,8 +266,7 @@ def _describe_memory(run: Run, say: Callable[[str], None]) -> None:
     """What the run will hold: replay, and the model with its gradients and optimizer state."""
     for name, buffer in run.orchestrator.storage.buffers.items():
         say(f"memory: {name}: {buffer.describe()}")
-    modules = [run.context.components, *(m for _, m in run.context.controller_manager.modules())]
-    parameters = sum(p.numel() for m in modules for p in m.parameters())
+    parameters = run.context.count_parameters()
     # Weights, gradients and two optimizer moments in float32; a captured graph keeps the update's activations.
     say(f"memory: model: {parameters:,} parameters, about {parameters * 16 / 2**20:.1f} MiB to train")
     if any(runner.capture.enabled for runner in run.orchestrator.runners.values()):

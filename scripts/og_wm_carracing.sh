@@ -8,13 +8,13 @@
 #   scripts/og_wm_carracing.sh check RUN               every stage at its smallest, in seconds: does it run here?
 #   scripts/og_wm_carracing.sh networks RUN            collect, train V and M; RUN/weights has them, under 16 MiB a file
 #   scripts/og_wm_carracing.sh evolve RUN              evolve the controller on RUN/weights
-#   scripts/og_wm_carracing.sh score RUN               20 tracks that evolution never saw; RUN/result has all that counts
+#   scripts/og_wm_carracing.sh score RUN               20 tracks that evolution never saw; RUN/result has what to keep
 #
 # Given again, a step goes on where it was. Words of this script, with what they are without one:
 #   backend=auto       envpool where it is installed, else gymnasium
 #   workers=           processes that step environments; all cores but two
 #   budget=            seconds of the step; at their end evolution stops, saved. `all` spends 1,000
-# All others go to `rl-lab train`, such as algorithm.stages.collect_steps=100000.
+# All others go to `rl-lab train`, such as algorithm.stages.collect_steps=100000, or with -- to `rl-lab eval`.
 #
 # The sizes here: 250,000 frames (500 random rollouts), 20,000 updates of V and 2,500 of M, reckoned at three minutes with
 # a GPU and ten cores; 40 candidates with 2 tracks each, the same for all.
@@ -25,10 +25,11 @@ shift 2
 python=${PYTHON:-python3}
 cores=$(nproc)
 backend=auto workers=$((cores > 3 ? cores - 2 : cores)) budget=
-words=()
+words=() options=()
 for word in "$@"; do
   case $word in
   backend=* | workers=* | budget=*) declare "${word%%=*}=${word#*=}" ;;
+  --*) options+=("$word") ;;
   *) words+=("$word") ;;
   esac
 done
@@ -84,18 +85,24 @@ evolve() {
 score_one() {
   say "score of $1 with $2"
   "$python" -m rl_lab eval "$run/evolve" --checkpoint "$1" --episodes 20 --seed 2018 --envs 20 --no-video \
-    --env "backend=$2" --env "workers=$workers" --json "$run/result/score_$1_$2.json"
+    --env "backend=$2" --env "workers=$workers" --json "$run/scores/$1_$2.json" "${options[@]}"
+}
+
+# what a reader needs, in three files
+pack() {
+  tar -C "$run" -czf "$run/result/numbers.tar.gz" scores $(cd "$run" && ls -d {networks,evolve}/{metrics.jsonl,config.yaml} \
+    check.log pictures 2>/dev/null)
 }
 
 score() {
-  mkdir -p "$run/result"
+  mkdir -p "$run/scores" "$run/result"
   score_one best "$backend"
-  score_one last "$backend"
-  if [ "$backend" != gymnasium ]; then score_one best gymnasium || say "no score with gymnasium"; fi
-  for part in networks evolve; do
-    if [ -f "$run/$part/metrics.jsonl" ]; then gzip -c "$run/$part/metrics.jsonl" >"$run/result/$part.jsonl.gz"; fi
-  done
   "$python" scripts/split_weights.py split "$run/evolve/checkpoints/best.pt" "$run/result"
+  pack
+  score_one last "$backend" || say "no score of the last"
+  if [ "$backend" != gymnasium ]; then score_one best gymnasium || say "no score with gymnasium"; fi
+  "$python" docs/make_world_model_pictures.py "$run/evolve" carracing "$run/pictures" || say "no pictures"
+  pack
 }
 
 mkdir -p "$run"
@@ -114,7 +121,7 @@ all)
     check || { tail -n 5 "$run/check.log"; exit 1; }
   fi
   networks
-  left=$((${budget:-1000} - (SECONDS - began) - 75)) # the score takes about a minute
+  left=$((${budget:-1000} - (SECONDS - began) - 90)) # for the score
   evolve $((left > 60 ? left : 60))
   score
   say "done in $((SECONDS - began)) seconds"

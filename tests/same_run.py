@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.utils.checkpoint import CheckpointManager
 
 # Where and when a run took place is not part of what it computed.
 IGNORED = {"time"}
+
+
+@contextmanager
+def stopped_at(monkeypatch: pytest.MonkeyPatch, steps: int | None = None) -> Iterator[None]:
+    """Runs in here stop after so many environment steps, half of theirs for None: mid-cycle, mid-episode, credit left."""
+    do = Orchestrator.do
+
+    def do_and_stop(self: Orchestrator, action: str, phase: Any) -> None:
+        do(self, action, phase)
+        done, total = self.scheduler.totals["env_steps"], self.scheduler.total_timesteps or 0
+        self.interrupted = done * 2 >= total if steps is None else done >= steps
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Orchestrator, "do", do_and_stop)
+        yield
 
 
 def assert_same(first: Any, second: Any, path: str = "state") -> None:

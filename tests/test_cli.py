@@ -163,6 +163,8 @@ def test_loaded_agent_acts_without_environments(run: Path):
     agent = rl_lab.load_agent(run)
     action = agent.act(np.zeros(4, dtype=np.float32))
     assert int(action) in (0, 1)
+    agent.act(np.ones(4, dtype=np.float32))
+    agent._generator.manual_seed(0)  # its memory is drawn: the same noise for the same episode
     assert agent.act(np.zeros((4,), dtype=np.float32), is_first=True) == action
     agent.reset()
     assert agent.act(np.zeros((3, 4), dtype=np.float32)).shape == (3,)

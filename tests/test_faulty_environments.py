@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from same_run import assert_same_run
+from same_run import assert_same_run, stopped_at
 
 import rl_lab
 from rl_lab.errors import ConfigError, EnvironmentFaultError
@@ -20,6 +20,7 @@ from rl_lab.utils.checkpoint import CheckpointManager
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 TINY = ["experiment=random_cartpole", "debug=tiny", "training.evaluate.every_env_steps=null", *QUIET]
+TINY += ["training.total_timesteps=200", "environment.time_limit=60"]  # long enough to fail several times
 DREAMS = ["experiment=dreamer_cartpole", "debug=tiny", *QUIET]
 
 
@@ -97,14 +98,7 @@ def test_a_run_with_failures_is_counted_whole_and_resumes_exactly(words, tmp_pat
 
 def assert_resumes_exactly(words: list[str], folder: Path, monkeypatch) -> None:
     """Half, stopped and resumed, equals the run in `folder / "whole"`."""
-    with monkeypatch.context() as patch:
-        do = Orchestrator.do
-
-        def stop_half_way(self, action, phase):
-            do(self, action, phase)
-            self.interrupted = self.scheduler.totals["env_steps"] * 2 >= self.scheduler.total_timesteps
-
-        patch.setattr(Orchestrator, "do", stop_half_way)
+    with stopped_at(monkeypatch):
         assert rl_lab.train(None, [*TINY, *words, f"run_dir={folder / 'half'}"]).interrupted
     resume(folder / "half")
     assert_same_run(folder / "whole", folder / "half")

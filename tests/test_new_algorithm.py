@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from same_run import stopped_at
 
 import rl_lab
-from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint import CheckpointManager
 
@@ -31,24 +31,17 @@ def project(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_it_learns_cartpole(project: Path):
-    run = rl_lab.train("small_q_cartpole", ["logging.progress=off"])
-    assert run.counters["env_steps"] == 12000
+    run = rl_lab.train("small_q_cartpole", ["logging.progress=off", "training.total_timesteps=6000"])
+    assert run.counters["env_steps"] == 6000
     assert run.return_mean is not None and run.return_mean > 80  # a random policy gets 22
 
 
 def test_it_resumes_bit_for_bit(project: Path, monkeypatch):
-    words = ["logging.progress=off", "logging.tensorboard=false", "training.total_timesteps=2000"]
+    words = ["logging.progress=off", "logging.tensorboard=false", "training.total_timesteps=1200"]
     whole = rl_lab.train("small_q_cartpole", words)
-    with monkeypatch.context() as patch:
-        do = Orchestrator.do
-
-        def stop_half_way(self, action, phase):
-            do(self, action, phase)
-            self.interrupted = self.scheduler.totals["env_steps"] >= 1000
-
-        patch.setattr(Orchestrator, "do", stop_half_way)
+    with stopped_at(monkeypatch, 700):
         half = rl_lab.train("small_q_cartpole", words)
-    assert half.interrupted and half.counters["env_steps"] == 1000
+    assert half.interrupted and half.counters["env_steps"] == 700
     resume(half.path)
     states = [CheckpointManager(run.path / "checkpoints").load().state for run in (whole, half)]
     for name, weights in states[0]["components"]["q_network"].items():

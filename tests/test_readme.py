@@ -39,6 +39,8 @@ def test_command_runs(command: str, run: Path, tmp_path: Path):
         words = ["resume", str(run), "training.total_timesteps=110"]
     elif verb in ("eval", "report"):
         words.append(str(run))
+    elif verb == "play":
+        words += [str(run), "--video", "--steps", "10"]
     if verb == "eval":
         words += ["--episodes", "2"]
     assert main(words) == 0

@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from same_run import assert_same_run
+from same_run import assert_same_run, stopped_at
 
 import rl_lab
-from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.training import resume
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
@@ -45,15 +44,7 @@ RUNS = {
 def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
     words = RUNS[name] + QUIET
     rl_lab.train(None, [*words, f"run_dir={tmp_path / 'whole'}"])
-    with monkeypatch.context() as patch:
-        do = Orchestrator.do
-
-        def stop_half_way(self, action, phase):
-            do(self, action, phase)
-            # In the middle of a cycle and of episodes, with credit left over.
-            self.interrupted = self.scheduler.totals["env_steps"] * 2 >= self.scheduler.total_timesteps
-
-        patch.setattr(Orchestrator, "do", stop_half_way)
+    with stopped_at(monkeypatch):
         half = rl_lab.train(None, [*words, f"run_dir={tmp_path / 'half'}"])
     assert half.interrupted
     resume(tmp_path / "half")

@@ -62,6 +62,11 @@ class WorkflowContext:
     initial_dones: Any = None
     global_step: int = 0
 
+    def count_parameters(self) -> int:
+        """Of all components and controllers."""
+        modules = [self.components, *(module for _, module in self.controller_manager.modules())]
+        return sum(p.numel() for module in modules for p in module.parameters())
+
     def component(self, name: str, *methods: str) -> Any:
         """The component of that name, checked to have the methods the workflow will call."""
         return _checked("components", name, dict(self.components.items()), methods)

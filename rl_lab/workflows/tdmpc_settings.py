@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import ConfigError
+from rl_lab.workflows.settings import read_loss_scales, reject_unknown, require_all
 
 LOSSES = ("consistency", "reward", "value", "termination")
 SCHEDULES = ("steps", "min_std", "horizon")
@@ -61,19 +62,7 @@ class TDMPCSettings:
 
     @classmethod
     def from_config(cls, algorithm: Mapping[str, Any]) -> TDMPCSettings:
-        names = [item.name for item in fields(cls)]
-        missing = [name for name in names if name not in algorithm]
-        if missing:
-            raise ConfigError(
-                f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
-                "add `- /algorithm: tdmpc2` to the experiment's defaults, which states them all"
-            )
-        scales = {str(key): float(value) for key, value in algorithm["loss_scales"].items()}
-        for name in scales:
-            if name not in LOSSES:
-                raise ConfigError(f"algorithm.loss_scales has no '{name}'.{closest(name, LOSSES)}")
-        if set(scales) != set(LOSSES):
-            raise ConfigError(f"algorithm.loss_scales lacks {', '.join(sorted(set(LOSSES) - set(scales)))}")
+        require_all(cls, algorithm, "tdmpc2")
         length = algorithm["episode_length"]
         many = isinstance(length, Sequence)
         settings = cls(
@@ -93,7 +82,7 @@ class TDMPCSettings:
             scale_values=bool(algorithm["scale_values"]),
             episodic=bool(algorithm["episodic"]),
             loss_limit=float(algorithm["loss_limit"]),
-            loss_scales=scales,
+            loss_scales=read_loss_scales(algorithm, LOSSES),
             plan_schedule=_schedule(algorithm["plan_schedule"]),
             compile=algorithm["compile"],
         )
@@ -118,8 +107,6 @@ class TDMPCSettings:
 def _schedule(node: Mapping[str, Any] | None) -> PlanSchedule | None:
     if not node:
         return None
-    for key in node:
-        if key not in SCHEDULES:
-            raise ConfigError(f"algorithm.plan_schedule has no '{key}'.{closest(str(key), SCHEDULES)}")
+    reject_unknown("algorithm.plan_schedule", node, SCHEDULES)
     std, reach = node["min_std"], node["horizon"]
     return PlanSchedule(int(node["steps"]), (float(std[0]), float(std[1])), (int(reach[0]), int(reach[1])))

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 from episode_reference import COLUMNS, add_episodes, episode_buffer, everything, rows_of, seeded
-from same_run import assert_same
+from same_run import assert_same, stopped_at
 
 import rl_lab
 from rl_lab.buffers import episode_checkpoint
 from rl_lab.buffers.episodes import EpisodeBuffer
 from rl_lab.errors import CheckpointError
-from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.records import ArraySpec, BatchSpec
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint import CheckpointManager
@@ -257,14 +256,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rl_lab.train(None, [*WORDS, f"run_dir={tmp_path / 'whole'}"])
-    with monkeypatch.context() as patch:
-        do = Orchestrator.do
-
-        def stop_half_way(self: Orchestrator, action: str, phase: Any) -> None:
-            do(self, action, phase)
-            self.interrupted = self.scheduler.totals["env_steps"] * 2 >= 100
-
-        patch.setattr(Orchestrator, "do", stop_half_way)
+    with stopped_at(monkeypatch):
         assert rl_lab.train(None, [*WORDS, f"run_dir={tmp_path / 'half'}"]).interrupted
     shutil.rmtree(tmp_path / "half" / "buffers")  # the checkpoint alone must do
     resume(tmp_path / "half")

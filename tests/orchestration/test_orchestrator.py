@@ -137,6 +137,12 @@ def test_log_lines_hold_counters_means_and_prefixes():
     assert {"time/env_steps_per_second", "time/updates_per_second", "workflow/phase_progress"} <= set(line)
 
 
+def test_the_weights_of_epochs_are_kept_the_last_included():
+    diary = Diary()
+    orchestrator_of(diary, JOINT, Cadences(epoch_weights=Every({"cycles": 1}))).run()
+    assert diary.saved == [(2, "epoch_1"), (4, "epoch_2"), (6, "epoch_3"), (6, None)]
+
+
 def test_checkpoint_cadence_and_a_failing_disk():
     diary = Diary()
     orchestrator_of(diary, JOINT, Cadences(checkpoint=Every({"env_steps": 4}))).run()

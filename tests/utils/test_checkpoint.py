@@ -208,6 +208,17 @@ def test_best_is_weights_only_and_replaced(tmp_path, chunk_buffer):
     assert manager.load().step == 1 and manager.steps() == [1]
 
 
+def test_weights_of_epochs_stay_beside_all_others(tmp_path, chunk_buffer):
+    manager = CheckpointManager(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        manager.save(step, state_of(step), tag=f"epoch_{step}")
+        manager.save(step, state_of(step), {"replay": chunk_buffer().fill(5)})
+    assert manager.steps() == [3]
+    for step in (1, 2, 3):
+        loaded = CheckpointManager.load_file(tmp_path / f"epoch_{step}.pt", weights=True)
+        assert loaded.step == step and not loaded.complete
+
+
 @pytest.mark.parametrize("tag", ["", "last", "../x", "step_1", "Best"])
 def test_bad_tags(tmp_path, tag):
     with pytest.raises(CheckpointError, match="cannot be the name"):

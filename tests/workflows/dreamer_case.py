@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from random_rows import changed_parts as changed_parts
+from random_rows import random_columns
 
 from rl_lab.build import assemble_workflow
 from rl_lab.compose import CONFIG_FOLDER, register_resolvers
@@ -92,20 +94,7 @@ def make_batch(
     size = size or settings.batch_size
     rows = rows or settings.batch_length + settings.replay_context
     generator = torch.Generator().manual_seed(seed)
-    columns: dict[str, torch.Tensor] = {}
-    for key, item in spec.observations.items():
-        shape = (size, rows, *item.shape)
-        if item.dtype == "uint8":
-            columns[f"obs/{key}"] = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
-        else:
-            columns[f"obs/{key}"] = torch.randn(shape, generator=generator)
-    if spec.action.kind == "continuous":
-        columns["action"] = torch.rand(size, rows, *spec.action.shape, generator=generator) * 2 - 1
-    elif spec.action.kind == "discrete":
-        columns["action"] = torch.randint(spec.action.choices[0], (size, rows), generator=generator)
-    else:
-        parts = [torch.randint(n, (size, rows), generator=generator) for n in spec.action.choices]
-        columns["action"] = torch.stack(parts, -1)
+    columns = random_columns(spec, size, rows, generator)
     columns["reward"] = torch.randn(size, rows, generator=generator)
     for flag in ("terminated", "truncated", "is_first"):
         columns[flag] = torch.rand(size, rows, generator=generator) < 0.1
@@ -137,10 +126,4 @@ def weights(workflow: DreamerWorkflow) -> dict[str, dict[str, torch.Tensor]]:
     return {
         name: {key: value.clone() for key, value in getattr(workflow, name).state_dict().items()}
         for name in PARTS
-    }
-
-
-def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    return {
-        name for name in before if any(not torch.equal(before[name][k], after[name][k]) for k in before[name])
     }

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from random_rows import changed_parts as changed_parts
 
 from rl_lab.build import assemble_workflow
 from rl_lab.compose import compose_config, resolve_config
@@ -25,6 +26,8 @@ def composed(kind: str, *words: str) -> Any:
         "training.precision=float32",
         "experiment.device=cpu",
     ]
+    if kind == "iris":  # four tokens of these larger pictures
+        overrides += ["algorithm.size.levels=4", "algorithm.size.tokens=4"]
     return resolve_config(compose_config([*overrides, *words]), SPEC)
 
 
@@ -78,10 +81,4 @@ def weights(workflow: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {
         name: {key: value.clone() for key, value in getattr(workflow, name).state_dict().items()}
         for name in PARTS
-    }
-
-
-def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    return {
-        name for name in before if any(not torch.equal(before[name][k], after[name][k]) for k in before[name])
     }

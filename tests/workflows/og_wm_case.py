@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from random_rows import changed_parts as changed_parts
+from random_rows import random_columns
 
 from rl_lab.build import assemble_workflow
 from rl_lab.compose import CONFIG_FOLDER, register_resolvers
@@ -70,18 +72,9 @@ def make_workflow(spec: Spec | None = None, **changes: Any) -> OriginalWorldMode
 def make_batch(workflow: Any, size: int, rows: int, *, seed: int = 0, padded: bool = True) -> Batch:
     """Random rows, as replay would give them; the last sequence is padded behind its third row."""
     generator = torch.Generator().manual_seed(seed)
-    latent, action = workflow.vae.latent, workflow.spec.action
-    columns: dict[str, torch.Tensor] = {
-        f"obs/{key}": torch.randint(0, 256, (size, rows, *item.shape), generator=generator).to(torch.uint8)
-        for key, item in workflow.spec.observations.items()
-    }
-    if action.kind == "continuous":
-        columns["action"] = torch.rand(size, rows, *action.shape, generator=generator) * 2 - 1
-    else:
-        draws = [torch.randint(n, (size, rows), generator=generator) for n in action.choices]
-        columns["action"] = draws[0] if action.kind == "discrete" else torch.stack(draws, -1)
+    columns = random_columns(workflow.spec, size, rows, generator)
     for key in ("mu", "logvar"):
-        columns[key] = torch.randn(size, rows, latent, generator=generator)
+        columns[key] = torch.randn(size, rows, workflow.vae.latent, generator=generator)
     columns["reward"] = torch.randn(size, rows, generator=generator)
     for key in ("terminated", "truncated", "is_first"):
         columns[key] = torch.zeros(size, rows, dtype=torch.bool)
@@ -115,10 +108,4 @@ def weights(workflow: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {
         name: {key: value.clone() for key, value in getattr(workflow, name).state_dict().items()}
         for name in PARTS
-    }
-
-
-def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    return {
-        name for name in before if any(not torch.equal(before[name][k], after[name][k]) for k in before[name])
     }

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from random_rows import changed_parts as changed_parts
+from random_rows import random_columns
 
 from rl_lab.build import assemble_workflow
 from rl_lab.compose import CONFIG_FOLDER, compose_config
@@ -84,26 +86,13 @@ def make_batch(workflow: TDMPCWorkflow, *, size: int | None = None, seed: int = 
     spec, settings = workflow.spec, workflow.settings
     size, rows = size or settings.batch_size, settings.horizon + 1
     generator = torch.Generator().manual_seed(seed)
-    columns: dict[str, torch.Tensor] = {}
-    for key, item in spec.observations.items():
-        shape = (size, rows, *item.shape)
-        if item.dtype == "uint8":
-            columns[f"obs/{key}"] = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
-        else:
-            columns[f"obs/{key}"] = torch.randn(shape, generator=generator)
+    columns = random_columns(spec, size, rows, generator)
     if "task" in spec.observations:
         tasks = spec.observations["task"].shape[0]
         index = torch.arange(size) % tasks
         columns["obs/task"] = torch.eye(tasks)[index].unsqueeze(1).expand(-1, rows, -1).clone()
         mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])[index % 3]
         columns["obs/action_mask"] = mask.unsqueeze(1).expand(-1, rows, -1).clone()
-    if spec.action.kind == "continuous":
-        columns["action"] = torch.rand(size, rows, *spec.action.shape, generator=generator) * 2 - 1
-    elif spec.action.kind == "discrete":
-        columns["action"] = torch.randint(spec.action.choices[0], (size, rows), generator=generator)
-    else:
-        parts = [torch.randint(n, (size, rows), generator=generator) for n in spec.action.choices]
-        columns["action"] = torch.stack(parts, -1)
     columns["reward"] = torch.randn(size, rows, generator=generator)
     none = torch.zeros(size, rows, dtype=torch.bool)
     columns |= {"terminated": none.clone(), "truncated": none.clone(), "is_first": none.clone()}
@@ -140,12 +129,6 @@ def weights(workflow: TDMPCWorkflow) -> dict[str, dict[str, torch.Tensor]]:
     return {
         name: {key: value.clone() for key, value in part.state_dict().items()}
         for name, part in parts_of(workflow).items()
-    }
-
-
-def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    return {
-        name for name in before if any(not torch.equal(before[name][k], after[name][k]) for k in before[name])
     }
 
 

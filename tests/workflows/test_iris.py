@@ -103,7 +103,9 @@ def test_what_follows_an_imagined_end_teaches_only_where_it_should():
     """With masking, another ending of the story after its end leaves the loss as it is."""
 
     def loss(kind: str, seed: int) -> torch.Tensor:
-        workflow = make_workflow(kind, "algorithm.imagination_horizon=5", "algorithm.entropy=0.1")
+        workflow = make_workflow(
+            kind, "algorithm.imagination_horizon=5", "algorithm.entropy=0.1", "algorithm.blocks=10"
+        )
         noise = hook_noise(workflow, "update_actor_critic")
         noise["model"][:, 0, 1] = 0.0  # every dream ends with its second frame
         noise["action"][:, 2:] = torch.rand(

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from same_run import assert_same
+from same_run import assert_same, stopped_at
 
 import rl_lab
 from rl_lab.errors import CheckpointError, LabError
-from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.tools.bench import run_benchmark
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint import CheckpointManager
@@ -29,14 +28,7 @@ def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
     """Codebooks, slow copies and the counts of drawn episodes included."""
     words = [*QUIET, *SILENT, "training.total_timesteps=120"]
     rl_lab.train(name, [*words, f"run_dir={tmp_path / 'whole'}"])
-    with monkeypatch.context() as patch:
-        do = Orchestrator.do
-
-        def stop_late(self, action, phase):
-            do(self, action, phase)
-            self.interrupted = self.scheduler.totals["env_steps"] >= 90  # in the middle of an epoch
-
-        patch.setattr(Orchestrator, "do", stop_late)
+    with stopped_at(monkeypatch, 90):  # in the middle of an epoch
         half = rl_lab.train(name, [*words, f"run_dir={tmp_path / 'half'}"])
     assert half.interrupted
     resume(tmp_path / "half")
@@ -114,7 +106,7 @@ def test_another_runs_episodes_and_its_frozen_tokenizer(stored: Path, tmp_path: 
     )
 
 
-@pytest.mark.parametrize("name", ["iris_catch", "delta_iris_catch"])
+@pytest.mark.parametrize("name", [pytest.param("iris_catch", marks=pytest.mark.learning), "delta_iris_catch"])
 def test_all_parts_learn_from_stored_episodes_alone(name: str, stored: Path, tmp_path: Path):
     words = [
         "phases=iris_stored",
