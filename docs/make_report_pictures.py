@@ -30,21 +30,19 @@ SWEEPS = {
     "dreamer_cartpole": ["training.total_timesteps=4000", "training.evaluate.every_env_steps=500"],
     "tdmpc2_cartpole": ["training.total_timesteps=2000", "training.evaluate.every_env_steps=500"],
 }
-# Models of one small world of pictures, trained for a short and for a longer time.
-PICTURES = [
-    "environment=minigrid",
-    "environment.task=Empty-5x5",
-    "environment.observe=rgb_full",
-    "environment.size=32",
-]
-PICTURES += [
-    "components/encoder=dict",
-    "algorithm.batch_size=8",
-    "environment.num_envs=4",
-    "environment.workers=0",
-]
-PICTURES += ["training.evaluate.every_env_steps=null", "environment.time_limit=40"]
-DREAMERS = {"600 steps": 600, "4,000 steps": 4000}
+# Three kinds of world model on one small world of pictures: Catch with 4×4 cells on 16×16 pixels.
+CATCH = ["environment.cells=4", "environment.side=16", "training.evaluate.every_env_steps=null"]
+HALVE = "{widths: [1, 2], halve: [true, true]}"
+MODELS = {
+    "Dreamer": ["experiment=dreamer_catch", "training.total_timesteps=4000"],
+    "Δ-IRIS": [
+        "experiment=delta_iris_catch",
+        f"components.tokenizer={HALVE}",
+        f"components.world_model={HALVE}",
+        f"controllers.actor_critic.trunk={HALVE}",
+    ],
+    "World Models": ["experiment=og_wm_catch", "algorithm.stages.generations=5"],
+}
 
 
 def report_pictures(runs: Path) -> None:
@@ -58,12 +56,11 @@ def report_pictures(runs: Path) -> None:
 
 def dream_pictures(runs: Path) -> None:
     folders = []
-    for name, steps in DREAMERS.items():
-        folder = runs / "dream" / str(steps)
-        words = [f"training.total_timesteps={steps}", f"experiment.name={name!r}", f"run_dir={folder}"]
-        train(None, [*PICTURES, *QUIET, *words])
+    for name, words in MODELS.items():
+        folder = runs / "dream" / words[0].partition("=")[2]
+        train(None, [*words, *CATCH, *QUIET, f"experiment.name={name!r}", f"run_dir={folder}"])
         folders.append(RunFolder(folder))
-    found = measure(folders, episodes=24, horizon=20, context=4, policy="random")
+    found = measure(folders, episodes=48, horizon=6, context=3, segments=2, policy="random")
     files = write_dreams(found, runs / "dream_report")
     keep(files["png"], FOLDER / "dream.png")
 

@@ -36,21 +36,23 @@ def imagine(
     start: torch.Tensor | None = None,  # (B, C, H, W) the last frame as the policy sees it
 ) -> Dream:
     """A dream that has ended goes on, and is marked: shapes never change, and nobody has to ask whether it has."""
-    with autocast():
-        state = world_model.begin(tokenizer, frames, action, start)
     size, horizon = action_noise.shape[:2]
     nothing = torch.zeros(size, device=frames.device)
-    seen, actions, rewards, ends = [state["frame"]], [], [nothing], [nothing.bool()]
-    for t in range(horizon):
-        memory = actor_critic.watch(seen[-1], memory)
-        actions.append(actor_critic.policy.sample(actor_critic.raw_policy(memory["h"]), action_noise[:, t]))
-        if t + 1 == horizon:
-            break
-        with autocast():
+    # One block around all steps: autocast then turns every weight into bfloat16 once, not once a step.
+    with autocast():
+        state = world_model.begin(tokenizer, frames, action, start)
+        seen, actions, rewards, ends = [state["frame"]], [], [nothing], [nothing.bool()]
+        for t in range(horizon):
+            with torch.autocast(frames.device.type, enabled=False):
+                memory = actor_critic.watch(seen[-1], memory)
+                raw = actor_critic.raw_policy(memory["h"])
+                actions.append(actor_critic.policy.sample(raw, action_noise[:, t]))
+            if t + 1 == horizon:
+                break
             state, outcome = world_model.step(tokenizer, state, actions[-1], model_noise[:, t])
-        seen.append(state["frame"])
-        rewards.append(outcome.reward)
-        ends.append(outcome.ended)
+            seen.append(state["frame"])
+            rewards.append(outcome.reward)
+            ends.append(outcome.ended)
     ended = torch.stack(ends, 1)
     return Dream(
         torch.stack(seen, 1).float(),
