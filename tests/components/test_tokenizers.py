@@ -15,7 +15,7 @@ from rl_lab.components.nn.reconstruction_losses import (
     WorstPixel,
     weighted_losses,
 )
-from rl_lab.components.nn.residual_conv import PictureNorm
+from rl_lab.components.nn.residual_conv import PictureNorm, ResidualConv
 from rl_lab.components.nn.vector_quantizer import VectorQuantizer
 from rl_lab.components.representation_learners.delta_tokenizer import DeltaTokenizer
 from rl_lab.components.representation_learners.frame_tokenizer import FrameTokenizer
@@ -155,3 +155,20 @@ def test_the_fused_norm_gives_the_plain_numbers(silu: bool):
         results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *norm.parameters()])))
     for plain, fused in zip(*results):
         assert plain.shape == fused.shape and torch.allclose(plain, fused, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("outputs", [32, 64])
+def test_a_block_on_the_fast_path_gives_the_plain_numbers(outputs: int):
+    torch.manual_seed(0)
+    block = ResidualConv(32, outputs)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x, weight = torch.randn(3, 32, 5, 4, requires_grad=True), torch.randn(3, outputs, 5, 4)
+    results = []
+    for on in (False, True):
+        with fast_path(on):
+            y = block(x)
+        results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *block.parameters()])))
+    for plain, fused in zip(*results):
+        assert plain.shape == fused.shape
+        assert (plain - fused).abs().max() < 1e-4 * plain.abs().max() + 1e-4

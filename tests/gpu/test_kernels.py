@@ -7,6 +7,7 @@ import torch
 
 from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.kernels import (
+    add_bias,
     group_norm_silu,
     images,
     latent,
@@ -185,13 +186,23 @@ def test_group_norm(pictures: int, places: int, channels: int, groups: int, silu
     x, grad = torch.randn(2, pictures, places, channels)
     weight, bias = torch.rand(channels) + 0.5, torch.randn(channels)
     forward, backward = group_norm_silu.group_norm_forward, group_norm_silu.group_norm_backward
-    found, moments = forward(*on_gpu(x, weight, bias), groups, 1e-5, silu)
-    expected, known = forward(x, weight, bias, groups, 1e-5, silu)
-    agree(found, expected)
-    agree(moments, known)
-    cuda = backward(*on_gpu(grad, x, known, weight, bias), silu)
-    for ours, theirs in zip(cuda, backward(grad, x, known, weight, bias, silu)):
-        agree(ours, theirs)
+    for pre in (None, torch.randn(channels)):
+        found, moments = forward(*on_gpu(x, pre, weight, bias), groups, 1e-5, silu)
+        expected, known = forward(x, pre, weight, bias, groups, 1e-5, silu)
+        agree(found, expected)
+        agree(moments, known)
+        cuda = backward(*on_gpu(grad, x, pre, known, weight, bias), silu)
+        for ours, theirs in zip(cuda, backward(grad, x, pre, known, weight, bias, silu)):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                agree(ours, theirs)
+
+
+def test_add_bias():
+    x, y = torch.randn(2, 5, 6, 4, 3).unbind(0)
+    x, y = (value.contiguous(memory_format=torch.channels_last) for value in (x, y))
+    bias = torch.randn(6)
+    agree(add_bias.add_bias_forward(*on_gpu(x, y, bias)), add_bias.add_bias_forward(x, y, bias))
 
 
 def test_dropout_and_causal_softmax():

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.kernels.add_bias import add_bias
 from rl_lab.components.nn.kernels.group_norm_silu import fused_group_norm, supports
 
 
@@ -22,11 +23,11 @@ class PictureNorm(nn.GroupNorm):
         super().__init__(math.gcd(32, channels), channels, eps=eps)
         self.silu = silu
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(M, C, H, W) -> the same shape."""
+    def forward(self, x: torch.Tensor, pre: torch.Tensor | None = None) -> torch.Tensor:
+        """(M, C, H, W), and (C,) to be added to it first -> the same shape."""
         if fast() and supports(self.num_channels, self.num_groups):
-            return fused_group_norm(x, self.weight, self.bias, self.num_groups, self.eps, self.silu)
-        normed = super().forward(x)
+            return fused_group_norm(x, self.weight, self.bias, self.num_groups, self.eps, self.silu, pre)
+        normed = super().forward(x if pre is None else x + pre[:, None, None])
         return F.silu(normed) if self.silu else normed
 
 
@@ -38,11 +39,21 @@ class ResidualConv(nn.Module):
         self.norm1, self.norm2 = PictureNorm(inputs, eps=eps), PictureNorm(outputs, eps=eps)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
-        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.skip: nn.Module = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, inputs, H, W) -> (M, outputs, H, W)."""
-        return self.skip(x) + self.conv2(self.norm2(self.conv1(self.norm1(x))))
+        if not fast():
+            return self.skip(x) + self.conv2(self.norm2(self.conv1(self.norm1(x))))
+        # A bias by itself is a pass over memory: the first one goes with the norm, the others with the sum.
+        hidden = self.norm2(F.conv2d(self.norm1(x), self.conv1.weight, padding=1), self.conv1.bias)
+        hidden = F.conv2d(hidden, self.conv2.weight, padding=1)
+        bias = self.conv2.bias
+        assert bias is not None
+        if isinstance(self.skip, nn.Conv2d):
+            assert self.skip.bias is not None
+            return add_bias(F.conv2d(x, self.skip.weight), hidden, bias + self.skip.bias)
+        return add_bias(x, hidden, bias)
 
 
 class ImageAttention(nn.Module):

@@ -1,4 +1,6 @@
-"""SiLU(GroupNorm(x)), or GroupNorm alone, on pictures whose channels lie side by side: before every convolution of IRIS' nets.
+"""SiLU(GroupNorm(x + pre)), or the norm alone, on pictures whose channels lie side by side: before every convolution of IRIS' nets.
+
+`pre` is the bias of the convolution before, which would cost a pass over memory of its own.
 
 Pictures are (M, P, C): M of them, P places, C channels. Arithmetic is float32, results have x's dtype. Only mean and
 inverse deviation of each group are kept for the backward pass.
@@ -20,6 +22,7 @@ def supports(channels: int, groups: int) -> bool:
 
 def group_norm_forward(
     x: torch.Tensor,  # (M, P, C)
+    pre: torch.Tensor | None,  # (C,)
     weight: torch.Tensor,  # (C,)
     bias: torch.Tensor,  # (C,)
     groups: int,
@@ -30,8 +33,9 @@ def group_norm_forward(
     if x.is_cuda:
         from rl_lab.components.nn.kernels import group_norm_silu_triton
 
-        return group_norm_silu_triton.forward(x, weight, bias, groups, eps, silu)
-    parts = x.float().unflatten(2, (groups, -1))  # (M, P, G, C / G)
+        return group_norm_silu_triton.forward(x, pre, weight, bias, groups, eps, silu)
+    z = x.float() if pre is None else x.float() + pre
+    parts = z.unflatten(2, (groups, -1))  # (M, P, G, C / G)
     mean = parts.mean((1, 3))
     r = torch.rsqrt((parts - mean[:, None, :, None]).square().mean((1, 3)) + eps)
     u = ((parts - mean[:, None, :, None]) * r[:, None, :, None]).flatten(2) * weight + bias
@@ -41,19 +45,21 @@ def group_norm_forward(
 def group_norm_backward(
     grad: torch.Tensor,  # (M, P, C)
     x: torch.Tensor,
+    pre: torch.Tensor | None,
     moments: torch.Tensor,  # (M, 2, groups)
     weight: torch.Tensor,
     bias: torch.Tensor,
     silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient of x (M, P, C), and float32 ones of weight and bias, (2, C)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradient of x (M, P, C), float32 ones of weight and bias, (2, C), and of `pre`, (C,), where there is one."""
     if x.is_cuda:
         from rl_lab.components.nn.kernels import group_norm_silu_triton
 
-        return group_norm_silu_triton.backward(grad, x, moments, weight, bias, silu)
+        return group_norm_silu_triton.backward(grad, x, pre, moments, weight, bias, silu)
     groups = moments.shape[2]
     mean, r = (part[:, None, :, None] for part in moments.unbind(1))
-    n = ((x.float().unflatten(2, (groups, -1)) - mean) * r).flatten(2)
+    z = x.float() if pre is None else x.float() + pre
+    n = ((z.unflatten(2, (groups, -1)) - mean) * r).flatten(2)
     g = grad.float()
     if silu:
         u = n * weight + bias
@@ -62,7 +68,8 @@ def group_norm_backward(
     parameters = torch.stack([(g * n).sum((0, 1)), g.sum((0, 1))])
     gn, n = (g * weight).unflatten(2, (groups, -1)), n.unflatten(2, (groups, -1))
     gx = r * (gn - gn.mean((1, 3), keepdim=True) - n * (gn * n).mean((1, 3), keepdim=True))
-    return gx.flatten(2).to(x.dtype), parameters
+    gx = gx.flatten(2)
+    return gx.to(x.dtype), parameters, None if pre is None else gx.sum((0, 1))
 
 
 class GroupNormSiLU(torch.autograd.Function):
@@ -72,32 +79,39 @@ class GroupNormSiLU(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
+        pre: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor,
         groups: int,
         eps: float,
         silu: bool,
     ) -> torch.Tensor:
-        y, moments = group_norm_forward(x, weight, bias, groups, eps, silu)
-        ctx.save_for_backward(x, moments, weight, bias)
+        y, moments = group_norm_forward(x, pre, weight, bias, groups, eps, silu)
+        ctx.save_for_backward(x, pre, moments, weight, bias)
         ctx.silu = silu
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, moments, weight, bias = ctx.saved_tensors
-        gx, parameters = group_norm_backward(grad.contiguous(), x, moments, weight, bias, ctx.silu)
-        return gx, parameters[0], parameters[1], None, None, None
+        x, pre, moments, weight, bias = ctx.saved_tensors
+        gx, parameters, gpre = group_norm_backward(grad.contiguous(), x, pre, moments, weight, bias, ctx.silu)
+        return gx, gpre, parameters[0], parameters[1], None, None, None
 
 
 def fused_group_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, groups: int, eps: float, silu: bool
+    x: torch.Tensor,  # (M, C, H, W)
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    groups: int,
+    eps: float,
+    silu: bool,
+    pre: torch.Tensor | None = None,  # (C,)
 ) -> torch.Tensor:
-    """x: (M, C, H, W) -> the same, with the channels side by side in memory. Differentiable."""
+    """-> (M, C, H, W), with the channels side by side in memory. Differentiable."""
     places = x.permute(0, 2, 3, 1)
     rows = places.reshape(x.shape[0], -1, x.shape[1])  # a view where the channels already lie side by side
     if torch.is_grad_enabled():
-        y: torch.Tensor = GroupNormSiLU.apply(rows, weight, bias, groups, eps, silu)
+        y: torch.Tensor = GroupNormSiLU.apply(rows, pre, weight, bias, groups, eps, silu)
     else:
-        y = group_norm_forward(rows, weight, bias, groups, eps, silu)[0]
+        y = group_norm_forward(rows, pre, weight, bias, groups, eps, silu)[0]
     return y.view(places.shape).permute(0, 3, 1, 2)

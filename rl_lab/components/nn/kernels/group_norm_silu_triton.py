@@ -16,11 +16,15 @@ ENOUGH = 512  # programs that keep the chip busy
 
 
 @triton.jit
-def _tile(x, picture, start, end, C: tl.constexpr, ROWS: tl.constexpr, P):  # fmt: skip
-    row = start + tl.arange(0, ROWS)
-    at = (picture.to(tl.int64) * P + row[:, None]) * C + tl.arange(0, C)[None, :]
-    mask = (row < end)[:, None] & (tl.arange(0, C) < C)[None, :]
-    return tl.load(x + at, mask=mask, other=0.0).to(tl.float32), at, mask
+def _tile(x, pre, picture, start, end, C: tl.constexpr, ROWS: tl.constexpr, P, PRE: tl.constexpr):  # fmt: skip
+    """Numbers of some places, with what is added to each channel before; places beyond the end are 0."""
+    row, channel = start + tl.arange(0, ROWS), tl.arange(0, C)
+    at = (picture.to(tl.int64) * P + row[:, None]) * C + channel[None, :]
+    mask = (row < end)[:, None] & (channel < C)[None, :]
+    z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if PRE:
+        z = tl.where(mask, z + tl.load(pre + channel).to(tl.float32)[None, :], 0.0)
+    return z, at, mask
 
 
 @triton.jit
@@ -30,20 +34,21 @@ def _spread(value, C: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _forward_sums(x, sums, P, share, C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _forward_sums(x, pre, sums, P, share, C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, PRE: tl.constexpr):  # fmt: skip
     picture, part = tl.program_id(0), tl.program_id(1)
-    first, second = _sums_of(x, picture, part * share, tl.minimum(part * share + share, P), C, ROWS, P)
+    end = tl.minimum(part * share + share, P)
+    first, second = _sums_of(x, pre, picture, part * share, end, C, ROWS, P, PRE)
     to = ((picture * tl.num_programs(1) + part) * 2) * G + tl.arange(0, G)
     tl.store(sums + to, tl.sum(tl.reshape(first, (G, C // G)), 1))
     tl.store(sums + to + G, tl.sum(tl.reshape(second, (G, C // G)), 1))
 
 
 @triton.jit
-def _sums_of(x, picture, begin, end, C: tl.constexpr, ROWS: tl.constexpr, P):  # fmt: skip
+def _sums_of(x, pre, picture, begin, end, C: tl.constexpr, ROWS: tl.constexpr, P, PRE: tl.constexpr):  # fmt: skip
     first = tl.zeros((C,), tl.float32)
     second = tl.zeros((C,), tl.float32)
     for start in range(begin, end, ROWS):
-        z, _, _ = _tile(x, picture, start, end, C, ROWS, P)
+        z, _, _ = _tile(x, pre, picture, start, end, C, ROWS, P, PRE)
         first += tl.sum(z, 0)
         second += tl.sum(z * z, 0)
     return first, second
@@ -51,14 +56,14 @@ def _sums_of(x, picture, begin, end, C: tl.constexpr, ROWS: tl.constexpr, P):  #
 
 @triton.jit
 def _forward_result(
-    x, sums, weight, bias, out, moments, P, share, parts, eps,
-    C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, WHOLE: tl.constexpr,
+    x, pre, sums, weight, bias, out, moments, P, share, parts, eps, C: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, SILU: tl.constexpr, WHOLE: tl.constexpr, PRE: tl.constexpr,
 ):  # fmt: skip
     picture, part = tl.program_id(0), tl.program_id(1)
     begin, end = part * share, tl.minimum(part * share + share, P)
     group = tl.arange(0, G)
     if WHOLE:
-        one, two = _sums_of(x, picture, begin, end, C, ROWS, P)
+        one, two = _sums_of(x, pre, picture, begin, end, C, ROWS, P, PRE)
         first = tl.sum(tl.reshape(one, (G, C // G)), 1)
         second = tl.sum(tl.reshape(two, (G, C // G)), 1)
     else:
@@ -78,16 +83,19 @@ def _forward_result(
     w = tl.load(weight + channel).to(tl.float32) * _spread(r, C, G)
     b = tl.load(bias + channel).to(tl.float32) - w * _spread(mean, C, G)
     for start in range(begin, end, ROWS):
-        z, at, mask = _tile(x, picture, start, end, C, ROWS, P)
+        z, at, mask = _tile(x, pre, picture, start, end, C, ROWS, P, PRE)
         u = z * w[None, :] + b[None, :]
         y = u * tl.sigmoid(u) if SILU else u
         tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _inner(x, grad, picture, start, end, mean, r, w, b, C: tl.constexpr, ROWS: tl.constexpr, P, SILU: tl.constexpr):  # fmt: skip
+def _inner(
+    x, pre, grad, picture, start, end, mean, r, w, b, C: tl.constexpr, ROWS: tl.constexpr, P,
+    SILU: tl.constexpr, PRE: tl.constexpr,
+):  # fmt: skip
     """Normed numbers and the gradient before weight and bias, of one tile."""
-    z, at, mask = _tile(x, picture, start, end, C, ROWS, P)
+    z, at, mask = _tile(x, pre, picture, start, end, C, ROWS, P, PRE)
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
     n = tl.where(mask, (z - mean[None, :]) * r[None, :], 0.0)
     if SILU:
@@ -99,8 +107,8 @@ def _inner(x, grad, picture, start, end, mean, r, w, b, C: tl.constexpr, ROWS: t
 
 @triton.jit
 def _backward_sums(
-    x, grad, moments, weight, bias, sums, P, share,
-    C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr,
+    x, pre, grad, moments, weight, bias, sums, P, share,
+    C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, PRE: tl.constexpr,
 ):  # fmt: skip
     picture, part = tl.program_id(0), tl.program_id(1)
     begin, end = part * share, tl.minimum(part * share + share, P)
@@ -111,7 +119,7 @@ def _backward_sums(
     sum_gn = tl.zeros((C,), tl.float32)
     sum_g = tl.zeros((C,), tl.float32)
     for start in range(begin, end, ROWS):
-        n, g, _, _ = _inner(x, grad, picture, start, end, mean, r, w, b, C, ROWS, P, SILU)
+        n, g, _, _ = _inner(x, pre, grad, picture, start, end, mean, r, w, b, C, ROWS, P, SILU, PRE)
         sum_gn += tl.sum(g * n, 0)
         sum_g += tl.sum(g, 0)
     to = ((picture * tl.num_programs(1) + part) * 2).to(tl.int64) * C + channel
@@ -121,8 +129,8 @@ def _backward_sums(
 
 @triton.jit
 def _backward_result(
-    x, grad, moments, weight, bias, sums, gx, P, share, parts,
-    C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, WHOLE: tl.constexpr,
+    x, pre, grad, moments, weight, bias, sums, gx, before, P, share, parts, C: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, SILU: tl.constexpr, WHOLE: tl.constexpr, PRE: tl.constexpr,
 ):  # fmt: skip
     picture, part = tl.program_id(0), tl.program_id(1)
     begin, end = part * share, tl.minimum(part * share + share, P)
@@ -134,7 +142,7 @@ def _backward_result(
     sum_g = tl.zeros((C,), tl.float32)
     if WHOLE:
         for start in range(begin, end, ROWS):
-            n, g, _, _ = _inner(x, grad, picture, start, end, mean, r, w, b, C, ROWS, P, SILU)
+            n, g, _, _ = _inner(x, pre, grad, picture, start, end, mean, r, w, b, C, ROWS, P, SILU, PRE)
             sum_gn += tl.sum(g * n, 0)
             sum_g += tl.sum(g, 0)
         to = (picture * 2).to(tl.int64) * C + channel
@@ -148,10 +156,15 @@ def _backward_result(
     count = P * (C // G)
     of_n = _spread(tl.sum(tl.reshape(sum_gn * w, (G, C // G)), 1) / count, C, G)
     of_one = _spread(tl.sum(tl.reshape(sum_g * w, (G, C // G)), 1) / count, C, G)
+    sum_gx = tl.zeros((C,), tl.float32)
     for start in range(begin, end, ROWS):
-        n, g, at, mask = _inner(x, grad, picture, start, end, mean, r, w, b, C, ROWS, P, SILU)
+        n, g, at, mask = _inner(x, pre, grad, picture, start, end, mean, r, w, b, C, ROWS, P, SILU, PRE)
         result = r[None, :] * (g * w[None, :] - of_one[None, :] - n * of_n[None, :])
         tl.store(gx + at, result.to(gx.dtype.element_ty), mask=mask)
+        if PRE:
+            sum_gx += tl.sum(tl.where(mask, result, 0.0), 0)
+    if PRE:
+        tl.store(before + (picture * parts + part).to(tl.int64) * C + channel, sum_gx)
 
 
 def _shape(pictures: int, places: int, channels: int) -> tuple[int, int, int, int]:
@@ -164,7 +177,13 @@ def _shape(pictures: int, places: int, channels: int) -> tuple[int, int, int, in
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, groups: int, eps: float, silu: bool
+    x: torch.Tensor,
+    pre: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    groups: int,
+    eps: float,
+    silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     pictures, places, channels = x.shape
     out = torch.empty_like(x)
@@ -174,11 +193,12 @@ def forward(
     if parts > 1:
         sums = torch.empty((pictures, parts, 2, groups), dtype=torch.float32, device=x.device)
         _forward_sums[(pictures, parts)](
-            x, sums, places, share, C=channels, G=groups, ROWS=rows, num_warps=warps
-        )
+            x, x if pre is None else pre, sums, places, share,
+            C=channels, G=groups, ROWS=rows, PRE=pre is not None, num_warps=warps,
+        )  # fmt: skip
     _forward_result[(pictures, parts)](
-        x, sums, weight, bias, out, moments, places, share, parts, eps,
-        C=channels, G=groups, ROWS=rows, SILU=silu, WHOLE=parts == 1, num_warps=warps,
+        x, x if pre is None else pre, sums, weight, bias, out, moments, places, share, parts, eps,
+        C=channels, G=groups, ROWS=rows, SILU=silu, WHOLE=parts == 1, PRE=pre is not None, num_warps=warps,
     )  # fmt: skip
     return out, moments
 
@@ -186,11 +206,12 @@ def forward(
 def backward(
     grad: torch.Tensor,
     x: torch.Tensor,
+    pre: torch.Tensor | None,
     moments: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
     silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     pictures, places, channels = x.shape
     groups = moments.shape[2]
     gx = torch.empty_like(x)
@@ -199,11 +220,12 @@ def backward(
     grid = (pictures, parts)
     if parts > 1:
         _backward_sums[grid](
-            x, grad, moments, weight, bias, sums, places, share,
-            C=channels, G=groups, ROWS=rows, SILU=silu, num_warps=warps,
+            x, x if pre is None else pre, grad, moments, weight, bias, sums, places, share,
+            C=channels, G=groups, ROWS=rows, SILU=silu, PRE=pre is not None, num_warps=warps,
         )  # fmt: skip
+    before = sums if pre is None else torch.empty((*grid, channels), dtype=torch.float32, device=x.device)
     _backward_result[grid](
-        x, grad, moments, weight, bias, sums, gx, places, share, parts,
-        C=channels, G=groups, ROWS=rows, SILU=silu, WHOLE=parts == 1, num_warps=warps,
+        x, x if pre is None else pre, grad, moments, weight, bias, sums, gx, before, places, share, parts,
+        C=channels, G=groups, ROWS=rows, SILU=silu, WHOLE=parts == 1, PRE=pre is not None, num_warps=warps,
     )  # fmt: skip
-    return gx, sums.sum((0, 1))
+    return gx, sums.sum((0, 1)), None if pre is None else before.sum((0, 1))
