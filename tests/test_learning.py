@@ -34,7 +34,7 @@ def test_a_random_policy_does_not(tmp_path: Path):
 
 @pytest.mark.learning
 def test_dreamer_learns_to_catch_from_pictures(tmp_path: Path):
-    """dummy/catch at 16×16: a random policy gets about -2, the best 3."""
+    """dummy/catch at 16×16: a random policy gets about -1.5, the best 3."""
     run = rl_lab.train("dreamer_catch", [*QUIET, f"run_dir={tmp_path / 'run'}"])
     result = evaluate_run(run.path, checkpoint="best", episodes=40, seed=1)
     assert result["return_mean"] >= 1.5
