@@ -27,8 +27,8 @@ FOLDER = Path(__file__).parent / "images" / "report"
 QUIET = ["logging.tensorboard=false", "logging.progress=plain"]
 # Three seeds of two workflows on one task.
 SWEEPS = {
-    "dreamer_cartpole": ["training.total_timesteps=4000", "training.evaluate.every_env_steps=500"],
-    "tdmpc2_cartpole": ["training.total_timesteps=2000", "training.evaluate.every_env_steps=500"],
+    "dreamer_cartpole": ["training.total_timesteps=2000", "training.evaluate.every_env_steps=500"],
+    "tdmpc2_cartpole": ["training.total_timesteps=1600", "training.evaluate.every_env_steps=400"],
 }
 # Three kinds of world model on one small world of pictures: Catch with 4×4 cells on 16×16 pixels.
 CATCH = ["environment.cells=4", "environment.side=16", "training.evaluate.every_env_steps=null"]
