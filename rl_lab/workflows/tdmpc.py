@@ -258,6 +258,10 @@ class TDMPCWorkflow(TDMPCActing):
             "open_loop_error/reward": float((rewards[-1] - batch.reward[:, -1]).square().mean()),
         }
 
+    def weights_loaded(self) -> None:
+        if self.slow_encoder is not None:
+            self.slow_encoder.update(self.encoder, 1.0)
+
     def _stateful(self) -> dict[str, torch.nn.Module]:
         names = ("guard", "policy_guard", "scale", "slow_encoder")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

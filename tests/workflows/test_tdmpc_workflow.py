@@ -312,3 +312,13 @@ def test_helpful_messages():
 
 def test_kinds_of_actions_are_covered():
     assert {CONTINUOUS.kind, DISCRETE.kind, MULTI.kind} == {"continuous", "discrete", "multi_discrete"}
+
+
+def test_a_slow_encoder_follows_weights_that_were_loaded():
+    workflow = make_tdmpc(experiment="tdmpc_dmc")
+    for parameter in workflow.encoder.parameters():
+        parameter.data += 1.0
+    workflow.weights_loaded()
+    slow = dict(workflow.slow_encoder.network.named_buffers())
+    for name, parameter in workflow.encoder.named_parameters():
+        assert torch.equal(slow[name], parameter)
