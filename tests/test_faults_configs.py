@@ -187,7 +187,7 @@ def obeyed_or_explained(mistake: tuple[str, list[str]], tmp_path: Path) -> None:
         assert message.strip() and "Traceback" not in message.split("\n\n")[0], message
         return
     saved = OmegaConf.load(run.path / "config.yaml")
-    last = {word.lstrip("+").partition("=")[0]: word for word in more}  # of two words for one key it counts
+    last = {word.lstrip("+~").partition("=")[0]: word for word in more}  # of two words for one key it counts
     for word in last.values():
         check_obeyed(word, saved)
 
