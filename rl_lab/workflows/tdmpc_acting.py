@@ -142,7 +142,8 @@ class TDMPCActing(WorldModelWorkflow):
         with self._fast():
             task = self._task(obs)
             latent = self.encoder(obs, *task.embedding)
-            action, memory = self.plan(latent, task, policy_state["plan"], is_first, noise, scalars)
+            with compiling(self.compiled):
+                action, memory = self.plan(latent, task, policy_state["plan"], is_first, noise, scalars)
         return action, {"plan": memory}, {}
 
     def plan(
@@ -155,18 +156,6 @@ class TDMPCActing(WorldModelWorkflow):
         scalars: Tensors,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Actions (N, …) as stored, and the plan to go on from."""
-        with compiling(self.compiled):
-            return self._plan(latent, task, memory, is_first, noise, scalars)
-
-    def _plan(
-        self,
-        latent: torch.Tensor,
-        task: TaskRows,
-        memory: torch.Tensor,
-        is_first: torch.Tensor,
-        noise: Tensors,
-        scalars: Tensors,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.planning_parts.refresh()
         dtype = self.planning_parts.dtype
         parts: dict[str, Any] = self.planning_parts.parts
@@ -267,7 +256,7 @@ class TDMPCActing(WorldModelWorkflow):
         n = len(state["latent"])
         going_on = torch.zeros(n, dtype=torch.bool, device=self.device)
         noise = self._draw(self.act_noise(n), mode.generator)
-        with self._fast():
+        with self._fast(), compiling(self.compiled):
             action, memory = self.plan(
                 state["latent"], self._task(state), state["plan"], going_on, noise, self._scalars_of(mode)
             )
