@@ -106,6 +106,23 @@ def _inner(
 
 
 @triton.jit
+def _gradient_sums_of(
+    x, pre, grad, sums, to, picture, begin, end, mean, r, w, b, C: tl.constexpr, ROWS: tl.constexpr, P,
+    SILU: tl.constexpr, PRE: tl.constexpr,
+):  # fmt: skip
+    """Sums over some places, of each channel; also stored: over all pictures they are the parameters' gradients."""
+    sum_gn = tl.zeros((C,), tl.float32)
+    sum_g = tl.zeros((C,), tl.float32)
+    for start in range(begin, end, ROWS):
+        n, g, _, _ = _inner(x, pre, grad, picture, start, end, mean, r, w, b, C, ROWS, P, SILU, PRE)
+        sum_gn += tl.sum(g * n, 0)
+        sum_g += tl.sum(g, 0)
+    tl.store(sums + to, sum_gn)
+    tl.store(sums + to + C, sum_g)
+    return sum_gn, sum_g
+
+
+@triton.jit
 def _backward_sums(
     x, pre, grad, moments, weight, bias, sums, P, share,
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr, PRE: tl.constexpr,
@@ -116,15 +133,8 @@ def _backward_sums(
     mean = _spread(tl.load(moments + picture * 2 * G + group), C, G)
     r = _spread(tl.load(moments + picture * 2 * G + G + group), C, G)
     w, b = tl.load(weight + channel).to(tl.float32), tl.load(bias + channel).to(tl.float32)
-    sum_gn = tl.zeros((C,), tl.float32)
-    sum_g = tl.zeros((C,), tl.float32)
-    for start in range(begin, end, ROWS):
-        n, g, _, _ = _inner(x, pre, grad, picture, start, end, mean, r, w, b, C, ROWS, P, SILU, PRE)
-        sum_gn += tl.sum(g * n, 0)
-        sum_g += tl.sum(g, 0)
     to = ((picture * tl.num_programs(1) + part) * 2).to(tl.int64) * C + channel
-    tl.store(sums + to, sum_gn)
-    tl.store(sums + to + C, sum_g)
+    _gradient_sums_of(x, pre, grad, sums, to, picture, begin, end, mean, r, w, b, C, ROWS, P, SILU, PRE)
 
 
 @triton.jit
@@ -138,17 +148,14 @@ def _backward_result(
     mean = _spread(tl.load(moments + picture * 2 * G + group), C, G)
     r = _spread(tl.load(moments + picture * 2 * G + G + group), C, G)
     w, b = tl.load(weight + channel).to(tl.float32), tl.load(bias + channel).to(tl.float32)
-    sum_gn = tl.zeros((C,), tl.float32)
-    sum_g = tl.zeros((C,), tl.float32)
     if WHOLE:
-        for start in range(begin, end, ROWS):
-            n, g, _, _ = _inner(x, pre, grad, picture, start, end, mean, r, w, b, C, ROWS, P, SILU, PRE)
-            sum_gn += tl.sum(g * n, 0)
-            sum_g += tl.sum(g, 0)
         to = (picture * 2).to(tl.int64) * C + channel
-        tl.store(sums + to, sum_gn)
-        tl.store(sums + to + C, sum_g)
+        sum_gn, sum_g = _gradient_sums_of(
+            x, pre, grad, sums, to, picture, begin, end, mean, r, w, b, C, ROWS, P, SILU, PRE
+        )
     else:
+        sum_gn = tl.zeros((C,), tl.float32)
+        sum_g = tl.zeros((C,), tl.float32)
         for other in range(0, parts):
             at = ((picture * parts + other) * 2).to(tl.int64) * C + channel
             sum_gn += tl.load(sums + at)
