@@ -73,14 +73,25 @@ class PhaseDefinition:
     def collects(self) -> bool:
         return any(use.kind == "collect" for use in self.hooks)
 
+    @property
+    def skipped(self) -> bool:
+        return 0 in (self.duration_steps, self.duration_updates, self.duration_cycles)
+
 
 def parse_phases(
     raw: Sequence[Mapping[str, Any]], hooks: Mapping[str, HookInfo], buffers: Iterable[str]
 ) -> list[PhaseDefinition]:
-    """The flat list of phases to walk; groups (`repeat:` with `phases:`) are written out."""
+    """The flat list of phases to walk; groups (`repeat:` with `phases:`) are written out.
+
+    A phase with a duration of 0 is checked and left out: a config can switch a stage off by its number.
+    """
     if not raw:
         raise ConfigError("training.phases is empty: give at least one phase with workflow_hooks")
-    return _flatten(raw, hooks, list(buffers), iteration=0, where="training.phases")
+    flat = _flatten(raw, hooks, list(buffers), iteration=0, where="training.phases")
+    phases = [phase for phase in flat if not phase.skipped]
+    if not phases:
+        raise ConfigError("every phase of training.phases has a duration of 0: nothing would be done")
+    return phases
 
 
 def _flatten(
@@ -121,10 +132,13 @@ def _phase(
     uses = tuple(_hook_use(item, hooks, where) for item in node.get("workflow_hooks", ()))
     if not uses:
         raise ConfigError(f"{where} has no workflow_hooks")
-    durations = {key: _count(where, key, node.get(key)) for key in _PHASE_KEYS if key.startswith("duration_")}
-    if phase_type == "eval_only" and not any(durations.values()):
+    durations = {
+        key: _count(where, key, node.get(key), least=0) for key in _PHASE_KEYS if key.startswith("duration_")
+    }
+    endless = all(value is None for value in durations.values())
+    if phase_type == "eval_only" and endless:
         durations["duration_cycles"] = 1
-    if phase_type == "offline" and not any(durations.values()):
+    if phase_type == "offline" and endless:
         if not all(use.kind == "transform" for use in uses):
             raise ConfigError(
                 f"{where} is offline and would never end: give duration_updates or duration_cycles"
@@ -196,12 +210,12 @@ def _ratio(where: str, node: Mapping[str, Any], info: HookInfo | None) -> float 
     return float(value)
 
 
-def _count(where: str, key: str, value: Any) -> int | None:
+def _count(where: str, key: str, value: Any, *, least: int = 1) -> int | None:
     if value is None:
         return None
     # YAML reads 1e6 as a float: a whole float is a count.
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
-        raise ConfigError(f"{where}: {key} must be a whole number of at least 1, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
+        raise ConfigError(f"{where}: {key} must be a whole number of at least {least}, not {value!r}")
     return int(value)
 
 

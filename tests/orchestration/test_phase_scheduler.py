@@ -51,6 +51,14 @@ def test_stages_follow_each_other():
     assert walk(scheduler_of(text)) == "ccc" + "wwww" + "cwk" * 2 + "e"
 
 
+def test_a_phase_of_no_duration_is_left_out():
+    text = """
+        - {name: data, duration_cycles: 0, workflow_hooks: [collect]}
+        - {name: joint, duration_cycles: 2, workflow_hooks: [collect, update_world_model]}
+    """
+    assert walk(scheduler_of(text)) == "cw" * 2
+
+
 def test_vector_steps_overshoot_at_most_one_step():
     scheduler = scheduler_of("[{name: x, duration_steps: 10, workflow_hooks: [collect, update]}]")
     assert walk(scheduler, envs=4) == "cucucu"

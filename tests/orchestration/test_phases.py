@@ -70,7 +70,11 @@ def test_groups_are_written_out_with_their_iteration():
         ("[{name: x, workflow_hooks: [update_worldmodel], duration_steps: 1}]", "update_world_model"),
         ("[{name: x, buffer: repay, workflow_hooks: [collect], duration_steps: 1}]", "Did you mean 'replay'"),
         ("[{name: x, duration_step: 1, workflow_hooks: [collect]}]", "duration_steps"),
-        ("[{name: x, duration_steps: 0, workflow_hooks: [collect]}]", "at least 1"),
+        ("[{name: x, duration_steps: -1, workflow_hooks: [collect]}]", "at least 0"),
+        (
+            "[{name: x, duration_steps: 0, workflow_hooks: [collect]}]",
+            "every phase of training.phases has a duration of 0",
+        ),
         ("[{name: x, duration_steps: 1.5, workflow_hooks: [collect]}]", "whole number"),
         ("[{name: x, type: onlin, duration_steps: 1, workflow_hooks: [collect]}]", "'online'"),
         ("[{name: x, type: offline, duration_updates: 1, workflow_hooks: [collect]}]", "cannot collect"),
