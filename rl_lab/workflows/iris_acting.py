@@ -29,13 +29,19 @@ class IrisActing(WorldModelWorkflow):
         self.spec = context.spec
         self.device = torch.device(context.device)
         self.settings = IrisSettings.from_config(context.config.algorithm)
-        self.tokenizer = context.component("tokenizer", "encode", "decode", "policy_view", "compute_loss")
-        self.world_model = context.component("world_model", "begin", "step", "compute_loss")
+        self.tokenizer = context.component(
+            "tokenizer", "encode", "look", "decode", "policy_view", "compute_loss"
+        )
+        self.world_model = context.component(
+            "world_model", "begin", "advance", "absorb", "step", "compute_loss"
+        )
         self.return_computer = context.component("return_computer", "__call__")
         self.actor_critic = context.controller("actor_critic", "watch", "watch_sequence", "value")
-        precision = str(context.config.training.precision)
-        chosen = self.settings.model_precision if precision == "auto" else precision
-        self.model_dtype = resolve_precision(chosen, self.device)
+        precision, s = str(context.config.training.precision), self.settings
+        given = precision != "auto"
+        self.model_dtype = resolve_precision(precision if given else s.model_precision, self.device)
+        of_policy = resolve_precision(precision if given else s.policy_precision, self.device)
+        self.actor_critic.trunk_dtype = of_policy
         self.autocast = partial(autocast, self.model_dtype, self.device)
         self.fast = resolve_fast_path(context.config.training.get("fast_path", "auto"), self.device)
         if self.fast and self.device.type == "cuda":

@@ -64,9 +64,12 @@ class IrisSettings:
     collect_epsilon: float
     learning_rate: float
     model_precision: str  # of tokenizer and world model
+    policy_precision: str  # of the actor-critic's convolutions
 
     @classmethod
     def from_config(cls, algorithm: Mapping[str, Any]) -> IrisSettings:
+        # Runs that were stored before this could be chosen had float32.
+        algorithm = {"policy_precision": "float32", **algorithm}
         require_all(cls, algorithm, "iris")
         names = ("tokenizer", "world_model", "actor_critic")
         parts = {name: PartSettings.from_config(name, algorithm[name]) for name in names}
@@ -80,6 +83,7 @@ class IrisSettings:
             collect_epsilon=float(algorithm["collect_epsilon"]),
             learning_rate=float(algorithm["learning_rate"]),
             model_precision=str(algorithm["model_precision"]),
+            policy_precision=str(algorithm["policy_precision"]),
         )
         if settings.imagination_horizon < 2:
             raise ConfigError(

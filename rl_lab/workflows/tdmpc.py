@@ -18,6 +18,7 @@ import torch
 
 from rl_lab.components.controllers.latent_model import control
 from rl_lab.components.controllers.q_ensemble import choose_pair
+from rl_lab.components.nn.ensemble import Weights
 from rl_lab.components.nn.guard import NonFiniteGuard
 from rl_lab.components.nn.running_scale import RunningScale
 from rl_lab.components.nn.slow_copy import SlowCopy
@@ -212,9 +213,12 @@ class TDMPCWorkflow(TDMPCActing):
             with torch.no_grad():
                 _, task = self._rows(batch)
             tasks = task.spread(s.horizon + 1)
-            action, entropy = self.policy.explore(latents, noise["action"], *tasks, mask=task.mask)
             pair = self.critic.online.select(choose_pair(noise["members"]))
-            value = self.critic.value(latents, control(action, *tasks), pair)
+            if getattr(self.policy, "options", None) is None:
+                action, entropy = self.policy.explore(latents, noise["action"], *tasks, mask=task.mask)
+                value = self.critic.value(latents, control(action, *tasks), pair)
+            else:
+                value, entropy = self._expected_value(latents, tasks, pair)
         scale = self.scale.update(value.detach()[0]) if s.scale_values else self.scale.value
         loss = policy_loss(value / scale, entropy, scalars["entropy"], self.policy_weights)
         step_metrics, _ = optimizer_step(
@@ -235,6 +239,23 @@ class TDMPCWorkflow(TDMPCActing):
             "nonfinite": step_metrics["nonfinite"],
         }
         return {f"controller/{name}": item for name, item in metrics.items()}
+
+    def _expected_value(
+        self, latents: torch.Tensor, tasks: tuple[torch.Tensor, ...], pair: Weights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean over all of a few actions, and entropy, (H + 1, B) each.
+
+        Its gradient is exact. That of a sampled action would ask the critic about actions between two choices.
+        """
+        (probabilities,) = self.policy.probabilities(latents, *tasks)
+        options = probabilities.shape[-1]
+        every = torch.eye(options, device=latents.device).view(options, 1, 1, options)
+        every = every.expand(-1, *latents.shape[:-1], -1)  # (A, H + 1, B, A)
+        with torch.no_grad():
+            states, *context = (part.expand(options, *part.shape) for part in (latents, *tasks))
+            values = self.critic.value(states, control(every, *context), pair)  # (A, H + 1, B)
+        entropy = -(probabilities * probabilities.log()).sum(-1)
+        return (probabilities.movedim(-1, 0) * values).sum(0), entropy
 
     def _follow(self) -> None:
         """Slow copies move on; the tasks' vectors stay within their ball."""

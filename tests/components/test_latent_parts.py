@@ -8,8 +8,9 @@ from rl_lab.components.nn.cast_copy import CastCopy
 from rl_lab.components.nn.ensemble import EnsembleMLP
 from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.kernels.norm_activate import fused_norm_activate
+from rl_lab.components.nn.kernels.two_hot_return import two_hot_return
 from rl_lab.components.nn.latent_heads import TerminationHead
-from rl_lab.components.nn.normed_mlp import NormedMLP, activate, pad_to
+from rl_lab.components.nn.normed_mlp import Layer, NormedMLP, activate, pad_to
 from rl_lab.components.nn.random_shift import random_shift
 from rl_lab.components.nn.regional_compile import compiling, resolve_compile
 from rl_lab.components.nn.running_scale import RunningScale
@@ -156,6 +157,35 @@ def test_the_fused_layer_gives_the_plain_numbers(activation: str, group: int, wi
     found = torch.autograd.grad((fused * weight).sum(), leaves)
     for ours, theirs in zip(found, expected):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("word", ["norm+mish", "norm+simnorm", "elu"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_groups_of_rows_with_a_bias_each(word: str, quick: bool):
+    """A layer on (latent, action) where groups share the latent: its product may come in as a bias."""
+    layer = Layer([8, 3], 16, word)
+    latent, action = torch.randn(4, 8), torch.randn(4, 5, 3)
+    expected = layer(latent.repeat_interleave(5, 0), action.flatten(0, 1)).view(4, 5, 16)
+    with torch.no_grad(), fast_path(quick):
+        share = F.linear(latent, layer.weight0, layer.bias)
+        table = torch.zeros(4, 5, 20)
+        found = layer.finish_groups(action @ layer.weight1.t(), share)
+        layer.finish_groups(action @ layer.weight1.t(), share, table[..., :16])
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(table[..., :16], expected, atol=1e-6) and not table[..., 16:].any()
+
+
+def test_returns_of_logits_by_hand():
+    code = SymlogTwoHot(11, limit=3.0)
+    rewards, values = torch.randn(2, 4, 11), torch.randn(3, 4, 11)
+    bias, weight = torch.randn(3, 11), torch.rand(4, 3)
+    means = code.mean(rewards), code.mean(values + bias.unsqueeze(1)).mean(0)
+    expected = weight[:, 0] * means[0][0] + weight[:, 1] * means[0][1] + weight[:, 2] * means[1]
+    rewards = torch.cat([rewards, torch.full((2, 1, 11), float("nan"))], 1)
+    values = torch.cat([values, torch.zeros(3, 1, 11)], 1)
+    weight = torch.cat([weight, torch.ones(1, 3)])
+    found = two_hot_return(rewards, values, bias, code.centers, weight, -7.0)
+    assert torch.allclose(found[:4], expected, atol=1e-5) and found[4] == -7.0
 
 
 def test_networks_on_the_fast_path_give_the_plain_numbers():

@@ -29,7 +29,7 @@ class CountingTokenizer:
         first = (frame[:, 0, 0, 0] * 255).round().long()
         return first[:, None] * TOKENS + torch.arange(TOKENS)
 
-    def decode(self, tokens, previous=None, action=None):
+    def decode(self, tokens, previous=None, action=None, looked=None):
         value = (tokens[:, 0] // TOKENS).float() / 255
         return value.view(-1, 1, 1, 1).expand(-1, 3, SIDE, SIDE)
 

@@ -56,6 +56,8 @@ def test_frames_become_tokens_and_pictures_again(kind: str, tokens: int):
     assert found.dtype == torch.int64 and int(found.max()) < tokenizer.vocab
     shown = tokenizer.decode(found, frames[:, 0], action)
     assert shown.shape == (5, 3, SIDE, SIDE)
+    early = tokenizer.look(frames[:, 0])
+    assert torch.equal(tokenizer.decode(found, frames[:, 0], action, early), shown)
     assert float(shown.min()) >= 0.0 and float(shown.max()) <= 1.0
     seen = tokenizer.policy_view(frames[:, 1])
     if kind == "delta":

@@ -8,6 +8,9 @@ import torch
 from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.kernels import (
     add_bias,
+    cached_attention,
+    causal_attention,
+    double_picture,
     group_norm_silu,
     images,
     latent,
@@ -15,17 +18,24 @@ from rl_lab.components.nn.kernels import (
     norm_silu,
     recurrence,
     recurrent,
+    residual_norm,
+    sample_logits,
 )
-from rl_lab.components.nn.seeded_dropout import causal_softmax_dropout, seeded_dropout
+from rl_lab.components.nn.kernels.top_values import top_values
+from rl_lab.components.nn.kernels.two_hot_return import two_hot_return
+from rl_lab.components.nn.seeded_dropout import seed_word, seeded_dropout
+from rl_lab.components.nn.transformer import Transformer
 
 pytestmark = pytest.mark.gpu
 
 EPS = 1e-4
+HALF = 2e-2  # what rounding to bfloat16 at other places may cost
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def agree(cuda: torch.Tensor, cpu: torch.Tensor) -> None:
+def agree(cuda: torch.Tensor, cpu: torch.Tensor, tolerance: float = 2e-5) -> None:
     error = (cuda.cpu().float() - cpu.float()).abs().max()
-    assert error <= 2e-5 * max(1.0, float(cpu.float().abs().max())), float(error)
+    assert error <= tolerance * max(1.0, float(cpu.float().abs().max())), float(error)
 
 
 def on_gpu(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -177,13 +187,67 @@ def test_norm_activate(members: int, rows: int, features: int, activation: str, 
         agree(found, expected)
 
 
+@pytest.mark.parametrize("activation", ["mish", "simnorm"])
+@pytest.mark.parametrize("rows", [7, 1000])
+def test_norm_activate_shared_in_place_and_apart(activation: str, rows: int):
+    """One norm for all groups of rows, each with its own bias; written over the input, and into a wider table."""
+    x, bias = torch.randn(6, rows, 512), torch.randn(6, 512)
+    scale, shift = torch.rand(1, 512) + 0.5, torch.randn(1, 512)
+    settings = (1e-5, activation, 8)
+    expected = norm_activate.norm_activate_forward(x, bias, scale, shift, *settings)
+    cuda = on_gpu(x, bias, scale, shift)
+    wide = torch.zeros(6, rows, 560, device="cuda")
+    norm_activate.norm_activate_forward(*cuda, *settings, wide[..., :512])
+    agree(wide[..., :512], expected)
+    assert not wide[..., 512:].any()
+    norm_activate.norm_activate_forward(*cuda, *settings, cuda[0])
+    agree(cuda[0], expected)
+
+
+@pytest.mark.parametrize(
+    "rows, length, count", [(1, 512, 64), (16, 512, 64), (3, 50, 7), (2, 33, 1), (2, 64, 64)]
+)
+def test_top_values(rows: int, length: int, count: int):
+    values = torch.randn(rows, length)
+    values[:, 3] = values[:, 5]
+    values[0, :4] = -1e9
+    with fast_path():
+        best, index = top_values(values.cuda(), count)
+    assert torch.equal(best.cpu(), torch.topk(values, count, dim=1).values)
+    assert torch.equal(values.gather(1, index.cpu()), best.cpu())
+    assert all(len(set(row.tolist())) == count for row in index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps, rows, bins", [(3, 8192, 101), (1, 5, 21)])
+def test_two_hot_return(steps: int, rows: int, bins: int, dtype: torch.dtype):
+    rewards = torch.randn(steps, rows, bins + 3).to(dtype)[..., :bins]
+    values = torch.randn(2, rows, bins + 3).to(dtype)[..., :bins]
+    rewards[0, 2, 0] = float("nan")
+    centers, weight = torch.linspace(-10.0, 10.0, bins), torch.rand(rows, steps + 1)
+    for bias in (None, torch.randn(2, bins).to(dtype)):
+        found = two_hot_return(*on_gpu(rewards, values, bias, centers, weight), -1e9)
+        expected = two_hot_return(rewards, values, bias, centers, weight, -1e9)
+        assert found[2] == -1e9 and expected[2] == -1e9
+        found[2] = expected[2] = 0.0
+        agree(found, expected)
+
+
 @pytest.mark.parametrize(
     "pictures, places, channels, groups",
-    [(3, 25, 8, 4), (640, 256, 64, 32), (2, 4096, 64, 32), (86, 64, 128, 32)],
+    [
+        (3, 25, 8, 4),
+        (640, 256, 64, 32),  # a whole picture in one program, as all small ones
+        (300, 64, 256, 32),
+        (2, 4096, 64, 32),  # in 64 parts
+        (90, 4096, 32, 32),
+        (70, 1100, 128, 32),  # in several tiles each, the last not full
+        (5, 300, 512, 32),
+    ],
 )
 @pytest.mark.parametrize("silu", [False, True])
 def test_group_norm(pictures: int, places: int, channels: int, groups: int, silu: bool):
-    x, grad = torch.randn(2, pictures, places, channels)
+    x, grad, other = torch.randn(3, pictures, places, channels)
     weight, bias = torch.rand(channels) + 0.5, torch.randn(channels)
     forward, backward = group_norm_silu.group_norm_forward, group_norm_silu.group_norm_backward
     for pre in (None, torch.randn(channels)):
@@ -191,11 +255,54 @@ def test_group_norm(pictures: int, places: int, channels: int, groups: int, silu
         expected, known = forward(x, pre, weight, bias, groups, 1e-5, silu)
         agree(found, expected)
         agree(moments, known)
-        cuda = backward(*on_gpu(grad, x, pre, known, weight, bias), silu)
-        for ours, theirs in zip(cuda, backward(grad, x, pre, known, weight, bias, silu)):
-            assert (ours is None) == (theirs is None)
-            if ours is not None:
-                agree(ours, theirs)
+        for beside in (None, other):
+            cuda = backward(*on_gpu(grad, x, pre, known, weight, bias), silu, *on_gpu(beside))
+            expected = backward(grad, x, pre, known, weight, bias, silu, beside)
+            agree(cuda[0], expected[0])
+            agree(cuda[1], expected[1])
+            assert (cuda[2] is None) == (expected[2] is None) == (pre is None)
+            if pre is not None:
+                # A sum that is about 0 where a group is one channel: only its terms have a size.
+                agree(cuda[2], expected[2], 2e-5 * (pictures * places) ** 0.5)
+
+
+def test_group_norm_of_half_precision():
+    for shape in ((70, 1100, 64), (30, 64, 256)):
+        x, grad, beside = torch.randn(3, *shape).bfloat16()
+        weight, bias, pre = torch.rand(shape[2]) + 0.5, torch.randn(shape[2]), torch.randn(shape[2])
+        found, moments = group_norm_silu.group_norm_forward(*on_gpu(x, pre, weight, bias), 32, 1e-5, True)
+        expected, known = group_norm_silu.group_norm_forward(x, pre, weight, bias, 32, 1e-5, True)
+        assert found.dtype == torch.bfloat16
+        agree(found, expected, HALF)
+        agree(moments, known)
+        given = (grad, x, pre, known, weight, bias)
+        cuda = group_norm_silu.group_norm_backward(*on_gpu(*given), True, beside.cuda())
+        gx, parameters, of_pre = group_norm_silu.group_norm_backward(*given, True, beside)
+        agree(cuda[0], gx, HALF)
+        agree(cuda[1], parameters)
+        assert cuda[2] is not None and of_pre is not None
+        agree(cuda[2], of_pre, 2e-5 * (shape[0] * shape[1]) ** 0.5)
+
+
+@dtypes
+@pytest.mark.parametrize("classes", [1, 2, 512, 1000])
+def test_sample_logits(classes: int, dtype: torch.dtype):
+    logits, noise = (torch.randn(3000, classes) * 3.0).to(dtype), torch.rand(3000, 2)
+    found = sample_logits.sample_logits(logits.cuda(), noise.cuda()[:, 1]).cpu()
+    probs = torch.softmax(logits.double(), -1)
+    after = probs.cumsum(-1).gather(1, found[:, None])[:, 0]
+    before = after - probs.gather(1, found[:, None])[:, 0]
+    edge = 1e-5  # float32's sums, on either side of the border
+    assert ((before - edge <= noise[:, 1]) & (noise[:, 1] <= after + edge)).all()
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (7, 16, 16, 64), (3, 4, 4, 6), (2, 8, 8, 4096)])
+def test_double_picture(shape: tuple[int, ...], dtype: torch.dtype):
+    m, h, w, c = shape
+    x, grad = torch.randn(shape).to(dtype), torch.randn(m, 2 * h, 2 * w, c).to(dtype)
+    assert torch.equal(double_picture.double_forward(x.cuda()).cpu(), double_picture.double_forward(x))
+    agree(double_picture.double_backward(grad.cuda()), double_picture.double_backward(grad), HALF)
 
 
 def test_add_bias():
@@ -205,17 +312,84 @@ def test_add_bias():
     agree(add_bias.add_bias_forward(*on_gpu(x, y, bias)), add_bias.add_bias_forward(x, y, bias))
 
 
-def test_dropout_and_causal_softmax():
-    seed, x = torch.rand(()), torch.randn(3, 700)
+def test_dropout():
+    seed, inputs, weight = torch.rand(()), torch.randn(3, 700), torch.randn(3, 700)
+    results = []
+    for device in ("cpu", "cuda"):
+        x = inputs.to(device).requires_grad_()
+        with fast_path():
+            y = seeded_dropout(x, 0.3, seed.to(device))
+        (y * weight.to(device)).sum().backward()
+        results.append((y.detach(), x.grad))
+    for expected, found in zip(*results, strict=True):
+        agree(found, expected)
+
+
+@dtypes
+@pytest.mark.parametrize("batch, heads, length, width", [(64, 4, 340, 64), (86, 8, 126, 64), (7, 2, 9, 12)])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_cached_attention(dtype: torch.dtype, batch: int, heads: int, length: int, width: int, tokens: int):
+    torch.manual_seed(0)
+    qkv = torch.randn(batch, tokens, 3 * heads * width).to(dtype)
+    caches = torch.randn(2, batch, 3, heads, length, width).to(dtype)
+    filled = torch.randint(length - tokens + 1, (batch,))
+    filled[:4] = torch.tensor([0, 1, length - tokens, length + 3])  # the last of them does not fit
+    on_device, filled_cuda = caches.cuda(), filled.cuda()
+    found = cached_attention.cached_attention(qkv.cuda(), on_device[0, :, 1], on_device[1, :, 1], filled_cuda)
+    expected = cached_attention.cached_attention(qkv, caches[0, :, 1], caches[1, :, 1], filled)
+    agree(found, expected, 2e-5 if dtype == torch.float32 else HALF)
+    assert torch.equal(on_device.cpu(), caches)
+
+
+@dtypes
+@pytest.mark.parametrize("rows, features", [(5, 12), (64, 256), (172, 512), (21760, 256), (4032, 512)])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_residual_norm(dtype: torch.dtype, rows: int, features: int, dropped: bool):
+    torch.manual_seed(0)
+    x, grad_sum = torch.randn(2, rows, features)
+    y, grad = torch.randn(2, rows, features).to(dtype)
+    weight, bias = torch.rand(features) + 0.5, torch.randn(features)
+    word = seed_word(torch.rand(())) if dropped else None
+    word_cuda = None if word is None else word.cuda()
+    for add in (y, None):
+        cuda = residual_norm.residual_norm_forward(*on_gpu(x, add, weight, bias), EPS, dtype, 0.1, word_cuda)
+        plain = residual_norm.residual_norm_forward(x, add, weight, bias, EPS, dtype, 0.1, word)
+        agree(cuda[0], plain[0])
+        agree(cuda[1], plain[1], 2e-5 if dtype == torch.float32 else HALF)
+    for more in (grad_sum, None):
+        cuda = residual_norm.residual_norm_backward(
+            *on_gpu(more, grad, x, weight), EPS, dtype, 0.1, word_cuda
+        )
+        plain = residual_norm.residual_norm_backward(more, grad, x, weight, EPS, dtype, 0.1, word)
+        for found, expected in zip(cuda, plain, strict=True):
+            agree(found, expected, HALF if found.dtype == torch.bfloat16 else 2e-5)
+
+
+@dtypes
+@pytest.mark.parametrize("batch, tokens, heads, width", [(4, 340, 4, 64), (3, 126, 8, 64), (2, 9, 2, 12)])
+def test_causal_attention(dtype: torch.dtype, batch: int, tokens: int, heads: int, width: int):
+    torch.manual_seed(0)
+    inputs = torch.randn(batch, tokens, 3 * heads * width).to(dtype)
+    grad, word = torch.randn(batch, tokens, heads * width).to(dtype), seed_word(torch.rand(()))
+    results = []
+    for device in ("cpu", "cuda"):
+        qkv = inputs.to(device).requires_grad_()
+        y = causal_attention.causal_attention(qkv, heads, 0.1, word.to(device))
+        y.backward(grad.to(device))
+        results.append((y.detach(), qkv.grad))
+    for expected, found in zip(*results, strict=True):
+        agree(found, expected, 2e-5 if dtype == torch.float32 else HALF)
+
+
+@torch.no_grad()
+def test_cached_steps_of_a_transformer():
+    torch.manual_seed(0)
+    model, x = Transformer(dim=256, layers=3, heads=4, length=40), torch.randn(5, 40, 256)
+    whole = model(x)
+    model, found = model.cuda(), []
     with fast_path():
-        agree(seeded_dropout(x.cuda(), 0.3, seed.cuda()), seeded_dropout(x, 0.3, seed))
-        grads = []
-        weight = torch.randn(2, 3, 37, 37)
-        for device in ("cpu", "cuda"):
-            scores = torch.randn(2, 3, 37, 37, generator=torch.Generator().manual_seed(0)).to(device)
-            scores.requires_grad_()
-            y = causal_softmax_dropout(scores, 0.7, 0.2, seed.to(device))
-            (y * weight.to(device)).sum().backward()
-            grads.append((y.detach(), scores.grad))
-    for plain, fused in zip(*grads):
-        agree(fused, plain)
+        state = model.init_state(5)
+        for part in x.cuda().split([15, 2, *[1] * 15, 2, *[1] * 6], 1):
+            hidden, state = model.step(part, state)
+            found.append(hidden)
+    agree(torch.cat(found, 1), whole, 1e-4)

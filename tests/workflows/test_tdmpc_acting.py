@@ -5,6 +5,8 @@ import torch
 from tdmpc_case import KINDS, SEVERAL, make_batch, make_tdmpc, run_hook, task_spec
 
 from rl_lab.components.controllers.latent_model import LatentModel
+from rl_lab.components.controllers.mpc_planner import repeat, trajectory_values
+from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.records import ActMode
 
 
@@ -35,13 +37,13 @@ def test_acting(kind):
     assert torch.equal(action, again[0])
 
 
-def without_rollout(self, name, value):
-    if name != "rollout":
+def without_returns(self, name, value):
+    if name != "returns":
         object.__setattr__(self, name, value)
 
 
 @pytest.mark.parametrize("spec, changes", [(None, {}), (task_spec(), SEVERAL)], ids=["one task", "several"])
-def test_a_rollout_written_in_place_gives_the_plain_plan(spec, changes, monkeypatch):
+def test_quick_returns_give_the_plain_plan(spec, changes, monkeypatch):
     workflow = make_tdmpc(spec, **changes)
     for _ in range(3):  # heads that start at zero see no difference
         run_hook(workflow, "update")
@@ -50,8 +52,39 @@ def test_a_rollout_written_in_place_gives_the_plain_plan(spec, changes, monkeypa
     for _ in range(2):
         mode = ActMode(generator=torch.Generator().manual_seed(0))
         plans.append(workflow.act(obs, workflow.initial_policy_state(3), first, mode)[1]["plan"])
-        monkeypatch.setattr(LatentModel, "__setattr__", without_rollout)
+        monkeypatch.setattr(LatentModel, "__setattr__", without_returns)
     assert torch.allclose(*plans, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec, changes", [(None, {}), (task_spec(), SEVERAL)], ids=["one task", "several"])
+@pytest.mark.parametrize("horizon", [1, 3])
+@pytest.mark.parametrize("quick", [False, True])
+def test_quick_returns_are_the_plain_values_of_trajectories(spec, changes, horizon, quick):
+    """Twice with the same model: a second round finds what the first has left in the table."""
+    workflow = make_tdmpc(spec, **changes)
+    n, samples, size = 3, 5, workflow.spec.action.size
+    obs = observation(workflow, n)
+    task = workflow._task(obs)
+    with torch.no_grad(), fast_path(quick):
+        parts = workflow.planning_parts.parts
+        for parameter in (p for part in parts.values() for p in part.parameters()):
+            parameter += 0.3 * torch.randn_like(parameter)
+        model = LatentModel(
+            **parts,
+            critic=workflow.critic,
+            pair=parts["online"].select(torch.tensor([2, 0])),
+            task=task.embedding[0] if task.embedding else None,
+            mask=task.mask,
+        )
+        latent = workflow.encoder(obs, *task.embedding)
+        for _ in range(2):
+            actions = torch.rand(n * samples, horizon, size) * 2.0 - 1.0
+            weight, noise = torch.rand(n * samples, horizon + 1), torch.randn(n * samples, size)
+            found = model.returns(latent, actions, weight, noise)
+            with fast_path(False):
+                start = repeat(latent, samples)
+                plain = trajectory_values(model, start, actions, weight=weight, value_noise=noise)
+            assert plain.std() > 0.05 and torch.allclose(found, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

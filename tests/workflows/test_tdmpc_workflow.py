@@ -310,6 +310,27 @@ def test_helpful_messages():
         make_tdmpc(training__precision="float16")
 
 
+def test_of_few_choices_the_policy_sees_the_exact_mean():
+    workflow = KINDS["discrete"]()
+    with torch.no_grad():
+        for part in (workflow.policy, workflow.critic.online):
+            for parameter in part.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+    latents = torch.randn(4, 5, 16)
+    pair = workflow.critic.online.select(torch.tensor([2, 0]))
+    value, entropy = workflow._expected_value(latents, (), pair)
+    (probabilities,) = workflow.policy.probabilities(latents)
+    one_hot = torch.eye(3).view(3, 1, 1, 3).expand(-1, 4, 5, -1)
+    values = torch.stack([workflow.critic.value(latents, action, pair) for action in one_hot], -1)
+    assert values.std() > 0.01 and torch.allclose(value, (probabilities * values).sum(-1), atol=1e-5)
+    assert torch.allclose(entropy, torch.distributions.Categorical(probabilities).entropy(), atol=1e-5)
+    bias = workflow.policy.mlp.layers[-1].bias
+    (found,) = torch.autograd.grad(value[0, 0], bias)
+    softmax = (probabilities - 0.01 / 3) / 0.99  # of the logits: probabilities are mixed with uniform ones
+    mean = (softmax[0, 0] * values[0, 0]).sum()
+    assert torch.allclose(found, 0.99 * softmax[0, 0] * (values[0, 0] - mean), atol=1e-5)
+
+
 def test_kinds_of_actions_are_covered():
     assert {CONTINUOUS.kind, DISCRETE.kind, MULTI.kind} == {"continuous", "discrete", "multi_discrete"}
 

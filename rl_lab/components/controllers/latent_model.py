@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rl_lab.components.controllers.latent_returns import LatentReturns, can_be_joined
 from rl_lab.components.nn.ensemble import Weights
 from rl_lab.components.nn.normed_mlp import NormedMLP, cast_wide
 
@@ -38,17 +39,17 @@ class LatentModel:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.dtype = dtype
-        # Layers of our own take an action with zeros behind it, as wide as their weights, and write where they are told.
+        # Layers of our own take an action with zeros behind it, as wide as their weights.
         own_layers = isinstance(getattr(dynamics, "mlp", None), NormedMLP)
         # With a task beside the action, the layer itself sees to the width.
         self.action_width = pair[0]["input1"].shape[1] if own_layers and task is None else None
-        if own_layers:
-            self.rollout = self._rollout  # planners look whether there is one
+        if termination_head is None and can_be_joined(dynamics, reward_head, pair):
+            self.returns = self._returns  # planners look whether there is one
         self._dynamics, self._reward, self._policy = dynamics, reward_head, policy
         self._critic, self._online, self._pair = critic, online, pair
         self._termination = termination_head
         self._task, self._mask = task, mask
-        self._before: torch.Tensor | None = None
+        self._work: LatentReturns | None = None
         self.noise = {"policy": policy.noise, "value": policy.noise}
         if termination_head is not None:
             self.alive = self._alive  # planners look whether there is one
@@ -58,20 +59,22 @@ class LatentModel:
     ) -> torch.Tensor:
         return self._dynamics(latent, control(action, *self._of_rows(self._task, latent)))
 
-    def _rollout(self, latent: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents before each of H actions, (R, H, L), and after the last, (R, L).
-
-        Every round of a plan begins with the same latents: they stay where they are, and steps are written beside them.
-        """
-        steps = actions.shape[1]
-        if self._before is None:
-            self._before = latent.new_empty(len(latent), steps, latent.shape[-1])
-            self._before[:, 0] = latent
-        for t in range(steps):
-            task = self._of_rows(self._task, latent)
-            out = self._before[:, t + 1] if t + 1 < steps else None
-            latent = self._dynamics(latent, control(actions[:, t], *task), out=out)
-        return self._before, latent
+    def _returns(
+        self, latent: torch.Tensor, actions: torch.Tensor, weight: torch.Tensor, noise: torch.Tensor
+    ) -> torch.Tensor:
+        """From N latents, the same in every call, R sequences: (N, L), (R, H, A), weight (R, H + 1) -> (R,)."""
+        if self._work is None:
+            self._work = LatentReturns(
+                dynamics=self._dynamics,
+                reward_head=self._reward,
+                online=self._online,
+                pair=self._pair,
+                latent=latent,
+                actions=actions,
+                task=self._of_rows(self._task, actions[:, 0]),
+            )
+        end = self._work.roll_out(actions)
+        return self._work.total(self.policy(end, noise), weight, self._critic)
 
     def reward(
         self, latent: torch.Tensor, action: torch.Tensor, following: torch.Tensor | None = None

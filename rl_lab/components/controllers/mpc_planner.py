@@ -10,7 +10,8 @@ A model is anything with
 and, where it has them, `alive(following) -> (R, …)` (probability that the episode goes on), `noise` (name -> NoiseSpec
 of one row, for `next`, `value`, `policy`; None is passed where it has none), `dtype` (what it wants actions in) and
 `rewards_on_arrival` (False: `reward` does not look at the following latents and is given None), `action_width` (zeros
-behind an action up to there), `rollout(latent, actions) -> (R, H, …) latents before each action, (R, …) after the last`.
+behind an action up to there), `returns(latent, actions, weight, noise) -> (R,)` (all of it at once, the quick way: N
+latents, which stay the same, R sequences (R, H, A) and their discounts (R, H + 1)).
 Actions are as networks see them: numbers in [-1, 1], or one-hot choices side by side.
 
 Everything is a pure function of tensors with fixed shapes: noise comes in, no number is read by the host, the loop
@@ -27,6 +28,7 @@ import torch
 
 from rl_lab.components.controllers.action_search import ActionSearch, CategoricalSearch, NormalSearch
 from rl_lab.components.nn.categorical import sample_index
+from rl_lab.components.nn.kernels.top_values import top_values
 from rl_lab.components.nn.normed_mlp import cast_wide
 from rl_lab.components.nn.regional_compile import piece
 from rl_lab.errors import ConfigError, closest
@@ -152,7 +154,8 @@ class MPCPlanner:
         weight = repeat(
             discount_weights(discount.expand(n), self.horizon), self.samples
         )  # (R, H + 1), R = N · S
-        start = repeat(latent, self.samples)
+        quick = horizon is None and hasattr(model, "returns")
+        start = latent if quick else repeat(latent, self.samples)
         proposals = self._propose(model, latent, n, noise) if self.policy_samples else None
         parameters = self.search.start(memory, is_first)
         for i in range(self.iterations):
@@ -161,16 +164,20 @@ class MPCPlanner:
                 actions = actions * mask[:, None, None]
             if proposals is not None:
                 actions = torch.cat([proposals, actions], 1)
-            values = trajectory_values(
-                model,
-                start,
-                actions.flatten(0, 1),
-                weight=weight,
-                next_noise=noise["next"][i] if "next" in noise else None,
-                value_noise=noise["value"][i] if "value" in noise else None,
-                horizon=horizon,
-            ).view(n, self.samples)
-            best, index = torch.topk(values, self.elites, dim=1, sorted=False)
+            value_noise = noise["value"][i] if "value" in noise else None
+            if quick:
+                values = model.returns(start, actions.flatten(0, 1), weight, value_noise)
+            else:
+                values = trajectory_values(
+                    model,
+                    start,
+                    actions.flatten(0, 1),
+                    weight=weight,
+                    next_noise=noise["next"][i] if "next" in noise else None,
+                    value_noise=value_noise,
+                    horizon=horizon,
+                )
+            best, index = top_values(values.view(n, self.samples), self.elites)
             chosen = index[..., None, None].expand(-1, -1, *actions.shape[2:])
             elites = actions.gather(1, chosen)  # (N, E, H, A)
             score = elite_weights(best, self.temperature)
@@ -243,10 +250,6 @@ def trajectory_values(
     steps = actions.shape[1]
     wanted = _as_wanted(model, actions)
     ends = hasattr(model, "alive")
-    if hasattr(model, "rollout") and horizon is None and not ends:
-        before, end = model.rollout(latent, wanted)
-        rewards = model.reward(before, wanted, None)  # (R, H)
-        return discounted(rewards, weight[:, :-1], model.value(end, value_noise), weight[:, -1])
     latents = [latent]
     for t in range(steps):
         latents.append(model.next(latents[-1], wanted[:, t], None if next_noise is None else next_noise[t]))

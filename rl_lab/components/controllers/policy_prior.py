@@ -50,6 +50,7 @@ class PolicyPrior(nn.Module):
     """The network, and what all three kinds share."""
 
     discrete = False  # the kind of actions it is for
+    options: int | None = None  # how many actions there are, where all of them can be tried
     deviations = False  # whether the network gives a deviation for each part of the action, behind the means
 
     def __init__(
@@ -189,6 +190,7 @@ class CategoricalPrior(PolicyPrior):
     ) -> None:
         super().__init__(spec=spec, latent=latent, units=units, context=context, hidden=hidden, init=init)
         self.choices = spec.action.choices
+        self.options = self.choices[0] if len(self.choices) == 1 else None
         self.unimix = unimix
 
     def probabilities(self, latent: torch.Tensor, *task: torch.Tensor) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rl_lab.components.nn.policies import make_policy
+from rl_lab.components.nn.precision import autocast
 from rl_lab.components.nn.symlog_two_hot import make_regression
 from rl_lab.records import Spec
 
@@ -21,6 +22,8 @@ class RecurrentActorCritic(nn.Module):
     bins:        of the critic: 0 regresses the value itself, more are two-hot in symlog space up to `limit`
     zero_critic: whether the critic's head starts at zero
     """
+
+    trunk_dtype = torch.float32  # of the trunk's convolutions; all behind them is float32
 
     def __init__(
         self,
@@ -53,9 +56,14 @@ class RecurrentActorCritic(nn.Module):
         h, c = self.cell(features, (state["h"], state["c"]))
         return {"h": h, "c": c}
 
+    def see(self, frames: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W) -> features (N, trunk's width), float32."""
+        with autocast(self.trunk_dtype, frames.device):
+            return self.trunk(frames.float()).float()
+
     def watch(self, frames: torch.Tensor, state: State) -> State:
         """One frame (N, C, H, W): the memory after seeing it."""
-        return self.advance(self.trunk(frames.float()), state)
+        return self.advance(self.see(frames), state)
 
     def watch_sequence(
         self, frames: torch.Tensor, state: State, mask: torch.Tensor | None = None
@@ -65,7 +73,7 @@ class RecurrentActorCritic(nn.Module):
         mask: (B, T) bool; memory is empty after a frame that is padding.
         """
         size, rows = frames.shape[:2]
-        features = self.trunk(frames.flatten(0, 1).float()).unflatten(0, (size, rows))
+        features = self.see(frames.flatten(0, 1)).unflatten(0, (size, rows))
         seen = []
         for t in range(rows):
             state = self.advance(features[:, t], state)

@@ -25,7 +25,8 @@ from rl_lab.records import Batch, Spec
 class DeltaTokenModel(TokenWorldModel):
     """frame_width, frame_latent: of the net that makes the I-token; frame_latent × grid² is the backbone's width.
 
-    A dream's state has `frame`, the picture as it is now; its I-token has been read already.
+    A dream's state has `frame`, the picture as it is now; its I-token has been read already. Between `advance` and
+    `absorb` it has not, nor has `pending`, the last token of the change.
     """
 
     extra = 2
@@ -114,17 +115,25 @@ class DeltaTokenModel(TokenWorldModel):
         _, state = self.feed(sequence, self.empty(len(frames)))
         return {**state, "frame": frames[:, -1]}
 
-    def step(
-        self, tokenizer: Any, state: State, action: torch.Tensor, noise: torch.Tensor
+    def advance(
+        self,
+        tokenizer: Any,
+        state: State,
+        action: torch.Tensor,
+        noise: torch.Tensor,
+        looked: Callable[[], torch.Tensor | None] | None = None,
     ) -> tuple[State, Outcome]:
-        """action: (B,), noise: (B, step_noise) uniform: the state with the next frame, and what came with it."""
         hidden, state = self.feed(self.action_table(action).unsqueeze(1), state)
-        outcome = self.outcome(hidden[:, -1], noise[:, :2])
+        outcome = self.begin_outcome(hidden[:, -1], noise[:, :2])
         drawn = [self.draw_token(hidden[:, -1], noise[:, 2])]
         for n in range(1, self.tokens):
             hidden, state = self.feed(self.token_table(drawn[-1]).unsqueeze(1), state)
             drawn.append(self.draw_token(hidden[:, -1], noise[:, 2 + n]))
-        frame = tokenizer.decode(torch.stack(drawn, 1), state["frame"], action)
-        rest = torch.stack([self.token_table(drawn[-1]), self.see(frame)], 1)
-        _, state = self.feed(rest, state)
-        return {**state, "frame": frame}, outcome
+        seen = None if looked is None else looked()
+        frame = tokenizer.decode(torch.stack(drawn, 1), state["frame"], action, seen)
+        return {**state, "frame": frame, "pending": drawn[-1]}, outcome.join()
+
+    def absorb(self, state: State) -> State:
+        known = {key: value for key, value in state.items() if key != "pending"}
+        rest = torch.stack([self.token_table(state["pending"]), self.see(state["frame"])], 1)
+        return self.feed(rest, known)[1]

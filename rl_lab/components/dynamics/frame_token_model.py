@@ -7,6 +7,7 @@ at a:       reward and end that follow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,16 +69,20 @@ class FrameTokenModel(TokenWorldModel):
             _, state = self.feed(self.token_table(tokens[:, :-1]), state)
         return state
 
-    def step(
-        self, tokenizer: Any, state: State, action: torch.Tensor, noise: torch.Tensor
+    def advance(
+        self,
+        tokenizer: Any,
+        state: State,
+        action: torch.Tensor,
+        noise: torch.Tensor,
+        looked: Callable[[], torch.Tensor | None] | None = None,
     ) -> tuple[State, Outcome]:
-        """action: (B,), noise: (B, step_noise) uniform: the state with the next frame, and what came with it."""
         pair = torch.stack([self.token_table(state["pending"]), self.action_table(action)], 1)
         hidden, state = self.feed(pair, state)
-        outcome = self.outcome(hidden[:, -1], noise[:, :2])
+        outcome = self.begin_outcome(hidden[:, -1], noise[:, :2])
         drawn = [self.draw_token(hidden[:, -1], noise[:, 2])]
         for n in range(1, self.tokens):
             hidden, state = self.feed(self.token_table(drawn[-1]).unsqueeze(1), state)
             drawn.append(self.draw_token(hidden[:, -1], noise[:, 2 + n]))
         frame = tokenizer.decode(torch.stack(drawn, 1))
-        return {**state, "frame": frame, "pending": drawn[-1]}, outcome
+        return {**state, "frame": frame, "pending": drawn[-1]}, outcome.join()

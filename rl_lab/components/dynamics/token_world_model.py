@@ -17,6 +17,9 @@ from torch.nn import functional as F
 from rl_lab.components.dynamics.sequence_backbone import State
 from rl_lab.components.nn.categorical import sample_index
 from rl_lab.components.nn.component_loss import LossWithIntermediateLosses, masked_mean
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.kernels.sample_logits import sample_logits
+from rl_lab.components.nn.side_stream import Aside
 from rl_lab.components.nn.sign_reward import make_reward
 from rl_lab.components.nn.token_init import init_token_network
 from rl_lab.components.nn.weight_decay import exempt_from_decay
@@ -137,6 +140,28 @@ class TokenWorldModel(nn.Module):
 
     # ---------------------------------------------------------------- dreaming
 
+    def advance(
+        self,
+        tokenizer: Any,
+        state: State,
+        action: torch.Tensor,  # (B,)
+        noise: torch.Tensor,  # (B, step_noise) uniform
+        looked: Callable[[], torch.Tensor | None] | None = None,
+    ) -> tuple[State, Outcome]:
+        """The next frame, and what came with it. looked: `tokenizer.look` at the frame before, where it was done already."""
+        raise NotImplementedError
+
+    def absorb(self, state: State) -> State:
+        """Read what `advance` left to be read. A policy that looks at the frame need not wait for it."""
+        return state
+
+    def step(
+        self, tokenizer: Any, state: State, action: torch.Tensor, noise: torch.Tensor
+    ) -> tuple[State, Outcome]:
+        """action: (B,), noise: (B, step_noise) uniform: the state with the next frame, and what came with it."""
+        state, outcome = self.advance(tokenizer, state, action, noise)
+        return self.absorb(state), outcome
+
     def feed(self, embeddings: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """The next T tokens' embeddings (B, T, dim): the results, and the state after them."""
         count = embeddings.shape[1]
@@ -165,9 +190,16 @@ class TokenWorldModel(nn.Module):
         reward = self.reward.draw(self.reward_head(at_action), noise[:, 0])
         return Outcome(reward, chance, noise[:, 1] < chance)
 
+    def begin_outcome(self, at_action: torch.Tensor, noise: torch.Tensor) -> Aside[Outcome]:
+        """As `outcome`, to be joined: the frame's tokens need not wait for it."""
+        return Aside(self.outcome, at_action, noise, device=at_action.device)
+
     def draw_token(self, hidden: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """(B, dim), (B,) uniform -> (B,) a sampled token."""
-        return sample_index(torch.softmax(self.token_head(hidden).float(), -1), noise)
+        logits = self.token_head(hidden)
+        return (
+            sample_logits(logits, noise) if fast() else sample_index(torch.softmax(logits.float(), -1), noise)
+        )
 
 
 def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

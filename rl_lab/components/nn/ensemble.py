@@ -23,7 +23,10 @@ def norm_activate_stacked(
     """As `norm_activate`, with a norm for each member: x (E, rows, F), bias, scale and shift (E, 1, F)."""
     if fast() and activation in FUSED:
         start = None if bias is None else bias.squeeze(1)
-        return fused_norm_activate(x, start, scale.squeeze(1), shift.squeeze(1), EPS, activation)
+        out = None if torch.is_grad_enabled() else x
+        return fused_norm_activate(
+            x, start, scale.squeeze(1), shift.squeeze(1), EPS, activation, group=1, out=out
+        )
     x = F.layer_norm(x if bias is None else x + bias, x.shape[-1:], None, None, EPS)
     return activate(torch.addcmul(shift, x, scale), activation, 1)
 
@@ -116,7 +119,7 @@ class EnsembleMLP(nn.Module):
                 # In place: added by the product itself, without a copy of y before it.
                 weight = layer[f"input{place}"]
                 y = y.baddbmm_(pad_to(x[place], weight.shape[1]).to(y.dtype), weight.to(y.dtype))
-            bias: torch.Tensor | None = layer["bias"]
+            bias: torch.Tensor | None = layer.get("bias")  # who has taken it out adds it later
             if number == 0 and dropout is not None and rate > 0.0:
                 y, bias = (y + layer["bias"]) * ((dropout >= rate) * (1.0 / (1.0 - rate))), None
             has_norm, activation = parse_layer(word)

@@ -40,8 +40,12 @@ def norm_activate(
     group: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """LayerNorm over the last axis, then the activation: x (rows, F), weight and bias (F,) -> (rows, F)."""
+    """LayerNorm over the last axis, then the activation: x (rows, F), weight and bias (F,) -> (rows, F).
+
+    x may be overwritten, where no gradient needs it: half the memory to pass through.
+    """
     if fast() and activation in FUSED:
+        out = x if out is None and not torch.is_grad_enabled() else out
         alone = x.unsqueeze(0), None, weight.unsqueeze(0), bias.unsqueeze(0)
         where = None if out is None else out.unsqueeze(0)
         return fused_norm_activate(*alone, EPS, activation, group, where).squeeze(0)
@@ -128,17 +132,35 @@ class Layer(nn.Module):
 
     def forward(self, *parts: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """parts: (rows, inputs[i]) each -> (rows, outputs), or written to `out`, whose rows may lie apart."""
+        return self.finish(self.product(*parts), out)
+
+    def product(self, *parts: torch.Tensor) -> torch.Tensor:
+        """What stands before norm and activation: (rows, outputs)."""
         assert len(parts) == self.parts, f"a layer of {self.parts} inputs was given {len(parts)}"
         x = F.linear(pad_to(parts[0], self.weight0.shape[1]), self.weight0, self.bias)
         for place in range(1, self.parts):
             weight = getattr(self, f"weight{place}")
             # In place: added by the product itself, without a copy of x before it.
             x = x.addmm_(pad_to(parts[place], weight.shape[1]).to(x.dtype), weight.t().to(x.dtype))
-        x = x if x.shape[-1] == self.outputs else x[..., : self.outputs]
+        return x if x.shape[-1] == self.outputs else x[..., : self.outputs]
+
+    def finish(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Norm and activation of a product (rows, outputs), which may be overwritten."""
         if self.norm is not None:
             return norm_activate(x, self.norm.weight, self.norm.bias, self.activation, self.group, out)
         x = activate(x, self.activation, self.group)
         return x if out is None else out.copy_(x)
+
+    def finish_groups(
+        self, x: torch.Tensor, bias: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `finish`, where groups of rows lack a bias, each its own: (G, rows, outputs), (G, outputs). No gradients."""
+        if self.norm is not None and fast() and self.activation in FUSED:
+            norm = self.norm.weight.unsqueeze(0), self.norm.bias.unsqueeze(0)
+            out = x if out is None and not torch.is_grad_enabled() else out
+            return fused_norm_activate(x, bias, *norm, EPS, self.activation, self.group, out)
+        where = None if out is None else out.flatten(0, 1)
+        return self.finish((x + bias.unsqueeze(1)).flatten(0, 1), where).view_as(x)
 
 
 class NormedMLP(nn.Module):

@@ -2,6 +2,9 @@
 
 The cache never grows or moves: one step is the same kernels at the same addresses, so imagination can be one CUDA
 graph. Positions are the caller's business: they are added to the embeddings.
+
+Where fast forms are wanted, training goes through fused pieces (`_fast_forward`), and a dream's steps through
+`FrozenBlocks`, made when its state is and kept beside its cache: such a dream goes on with the weights it began with.
 """
 
 from __future__ import annotations
@@ -12,13 +15,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.frozen_blocks import MOST_TOKENS, FrozenBlocks, merged
+from rl_lab.components.nn.kernels.causal_attention import causal_attention
+from rl_lab.components.nn.kernels.residual_norm import residual_norm
 from rl_lab.components.nn.precision import product_dtype
-from rl_lab.components.nn.seeded_dropout import causal_softmax_dropout, seeded_dropout
+from rl_lab.components.nn.seeded_dropout import causal_softmax_dropout, seed_word, seeded_dropout
 from rl_lab.components.nn.token_init import init_token_network
 from rl_lab.errors import ConfigError
 
 State = dict[str, torch.Tensor]
 SEEDS_PER_BLOCK = 3  # dropout of the attention's weights, of its result, of the MLP's result
+# Attribute of a cache's keys: it follows them through every dict, and a copied state is without (and goes the plain way).
+FROZEN = "frozen_blocks"
 
 
 class SelfAttention(nn.Module):
@@ -41,6 +50,15 @@ class SelfAttention(nn.Module):
             scale = q.shape[-1] ** -0.5
             out = causal_softmax_dropout(q @ k.transpose(-2, -1), scale, self.rate, seeds[0]) @ v
         return seeded_dropout(self._merge(out), self.rate, None if seeds is None else seeds[1])
+
+    def before_dropout(self, x: torch.Tensor, word: torch.Tensor | None) -> torch.Tensor:
+        """As `forward` without dropout of its result, with one product for q, k and v. word: see `seed_word`."""
+        qkv = F.linear(x, *merged([self.query, self.key, self.value]))
+        if word is not None:
+            result: torch.Tensor = self.project(causal_attention(qkv, self.heads, self.rate, word))
+            return result
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self._merge(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
     def step(
         self,
@@ -117,18 +135,38 @@ class Transformer(nn.Module):
         """x: (B, T, dim) -> (B, T, dim). seeds: (self.seeds,) uniform, for dropout; None: no dropout."""
         use = seeds if self.seeds else None
         x = seeded_dropout(x, self.rate, None if use is None else use[0])
+        if fast() and len(self.blocks):
+            return self._fast_forward(x, None if use is None else seed_word(use))
         for n, block in enumerate(self.blocks):
             begin = 1 + SEEDS_PER_BLOCK * n
             x = block(x, None if use is None else use[begin : begin + SEEDS_PER_BLOCK])
         return self.norm(x)
+
+    def _fast_forward(self, x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+        """The blocks, with dropout, residual and norm as one. words: the seeds as integers."""
+        dtype = product_dtype(x.device)
+        h = self.blocks[0].norm1(x).to(dtype)
+        for n, block in enumerate(self.blocks):
+            begin = 1 + SEEDS_PER_BLOCK * n
+            drop = [None] * SEEDS_PER_BLOCK if words is None else [*words[begin : begin + SEEDS_PER_BLOCK]]
+            last = n + 1 == len(self.blocks)
+            norm, after = block.norm2, self.norm if last else self.blocks[n + 1].norm1
+            y = block.attention.before_dropout(h, drop[0])
+            x, h = residual_norm(x, y, norm.weight, norm.bias, norm.eps, dtype, self.rate, drop[1])
+            y, dtype = block.mlp(h), x.dtype if last else dtype
+            x, h = residual_norm(x, y, after.weight, after.bias, after.eps, dtype, self.rate, drop[2])
+        return h
 
     def init_state(self, size: int) -> State:
         """An empty cache for `size` sequences; every tensor has them first."""
         device = self.norm.weight.device
         shape = (size, len(self.blocks), self.heads, self.length, self.dim // self.heads)
         dtype = product_dtype(device)
+        keys = torch.zeros(shape, dtype=dtype, device=device)
+        if fast() and not torch.is_grad_enabled():
+            setattr(keys, FROZEN, FrozenBlocks(self.blocks, self.norm, dtype))
         return {
-            "keys": torch.zeros(shape, dtype=dtype, device=device),
+            "keys": keys,
             "values": torch.zeros(shape, dtype=dtype, device=device),
             "filled": torch.zeros(size, dtype=torch.int64, device=device),
         }
@@ -138,10 +176,13 @@ class Transformer(nn.Module):
 
         More than `length` tokens do not fit: the caller begins anew before (what does not fit overwrites the last place).
         """
-        filled = state["filled"]
+        filled, after = state["filled"], {**state, "filled": state["filled"] + x.shape[1]}
+        frozen = getattr(state["keys"], FROZEN, None) if fast() and not torch.is_grad_enabled() else None
+        if frozen is not None and x.shape[1] <= MOST_TOKENS:
+            return frozen.step(x, state["keys"], state["values"], filled), after
         place = filled[:, None] + torch.arange(x.shape[1], device=x.device)
         place = place.clamp(max=self.length - 1)
         hidden = (torch.arange(self.length, device=x.device) > place[..., None]).unsqueeze(1)
         for n, block in enumerate(self.blocks):
             x = block.step(x, state["keys"][:, n], state["values"][:, n], place, hidden)
-        return self.norm(x), {**state, "filled": filled + x.shape[1]}
+        return self.norm(x), after

@@ -89,12 +89,11 @@ class DeltaTokenizer(nn.Module):
         patches = grid.unflatten(3, (n, p)).unflatten(2, (n, p))  # (M, latent, n, p, n, p)
         return self.before(patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2))
 
-    def _picture(self, vectors: torch.Tensor, previous: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """vectors: (M, tokens, quantizer's width) -> (M, C, H, W), not cut to [0, 1]."""
+    def _picture(self, vectors: torch.Tensor, seen: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """vectors: (M, tokens, quantizer's width), seen: `look` at the frame before -> (M, C, H, W), not cut to [0, 1]."""
         n, p = self.tokens_side, self.patch
         patches = self.after(vectors).unflatten(2, (-1, p, p)).unflatten(1, (n, n))  # (M, n, n, latent, p, p)
         grid = patches.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
-        seen = self.frame_net(previous)
         planes = self.action_grid(action).view(
             -1, self.action_grid.embedding_dim // self.grid**2, self.grid, self.grid
         )
@@ -107,11 +106,19 @@ class DeltaTokenizer(nn.Module):
         vectors = self._vectors(frame, previous, action)
         return self.quantizer(vectors).tokens.unflatten(0, (-1, self.num_tokens))
 
+    def look(self, frame: torch.Tensor) -> torch.Tensor:
+        return self.frame_net(frame)
+
     def decode(
-        self, tokens: torch.Tensor, previous: torch.Tensor | None = None, action: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        previous: torch.Tensor | None = None,
+        action: torch.Tensor | None = None,
+        looked: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert previous is not None and action is not None
-        return rounded(self._picture(self.quantizer.embed(tokens), previous, action))
+        seen = self.look(previous) if looked is None else looked
+        return rounded(self._picture(self.quantizer.embed(tokens), seen, action))
 
     def policy_view(self, frame: torch.Tensor) -> torch.Tensor:
         """Reconstructions are so close that the policy is shown real frames."""
@@ -132,7 +139,8 @@ class DeltaTokenizer(nn.Module):
         spread = mask.repeat_interleave(self.num_tokens)
         vectors = self._vectors(following, previous, action)
         quantized = self.quantizer(vectors, spread)
-        shown = self._picture(quantized.vectors.unflatten(0, (-1, self.num_tokens)), previous, action)
+        drawn = quantized.vectors.unflatten(0, (-1, self.num_tokens))
+        shown = self._picture(drawn, self.look(previous), action)
         losses = weighted_losses(self.losses, shown, following, mask)
         losses["quantizer"] = masked_mean(quantized.loss, spread)
         if learn and self.noise:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rl_lab.components.nn.residual_conv import Double, Halve, PictureNorm, ResidualConv
+from rl_lab.components.nn.residual_conv import Double, Halve, PictureNet, PictureNorm, ResidualConv
 
 WIDTHS, HALVE = (1, 1, 2, 2, 4), (True, False, True, True, False)  # vmicheli/delta-iris
 
@@ -41,7 +41,7 @@ class FrameEncoder(nn.Module):
             if half:
                 layers.append(Halve(here, 2))
         layers += [PictureNorm(here), nn.Conv2d(here, latent, 3, padding=1)]
-        self.layers = nn.Sequential(*layers)
+        self.layers = PictureNet(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -67,7 +67,7 @@ class FrameDecoder(nn.Module):
                 layers.append(Double(multiple * width))
             layers.append(ResidualConv(multiple * width, smaller * width))
         layers += [PictureNorm(width), nn.Conv2d(width, channels, 3, padding=1)]
-        self.layers = nn.Sequential(*layers)
+        self.layers = PictureNet(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)

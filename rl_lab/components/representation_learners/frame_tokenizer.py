@@ -69,8 +69,15 @@ class FrameTokenizer(nn.Module):
     ) -> torch.Tensor:
         return self.quantizer(self._vectors(frame)).tokens.unflatten(0, (-1, self.num_tokens))
 
+    def look(self, frame: torch.Tensor) -> None:
+        """Nothing of the frame before is needed."""
+
     def decode(
-        self, tokens: torch.Tensor, previous: torch.Tensor | None = None, action: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        previous: torch.Tensor | None = None,
+        action: torch.Tensor | None = None,
+        looked: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._picture(self.quantizer.embed(tokens)).clamp(0.0, 1.0)
 

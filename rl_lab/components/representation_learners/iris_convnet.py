@@ -10,7 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rl_lab.components.nn.residual_conv import Double, Halve, ImageAttention, PictureNorm, ResidualConv
+from rl_lab.components.nn.residual_conv import (
+    Double,
+    Halve,
+    ImageAttention,
+    PictureNet,
+    PictureNorm,
+    ResidualConv,
+)
 
 EPS = 1e-6  # of the norms
 
@@ -52,12 +59,12 @@ class IrisEncoder(nn.Module):
             layers += _level(width, blocks, side >> level in attention)
             if level + 1 < levels:
                 layers.append(Halve(width, 3))
-        self.layers = nn.Sequential(*layers, _middle(width))
+        self.layers = PictureNet(*layers, _middle(width))
         self.norm, self.out = PictureNorm(width, eps=EPS), nn.Conv2d(width, latent, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, C, H, W) in [-1, 1] -> (M, latent, H / 2^(levels-1), …)."""
-        return self.out(self.norm(self.layers(x)))
+        return self.out(self.norm(*self.layers.pending(x)))
 
 
 class IrisDecoder(nn.Module):
@@ -80,9 +87,9 @@ class IrisDecoder(nn.Module):
             layers += _level(width, blocks, side >> level in attention)
             if level:
                 layers.append(Double(width))
-        self.layers = nn.Sequential(*layers)
+        self.layers = PictureNet(*layers)
         self.norm, self.out = PictureNorm(width, eps=EPS), nn.Conv2d(width, channels, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, latent, h, w) -> (M, C, H, W), about in [-1, 1]."""
-        return self.out(self.norm(self.layers(x)))
+        return self.out(self.norm(*self.layers.pending(x)))

@@ -27,8 +27,15 @@ class Tokenizer(Protocol):
     ) -> torch.Tensor:
         """(M, C, H, W), the frame before and the action between -> (M, num_tokens)."""
 
+    def look(self, frame: torch.Tensor) -> torch.Tensor | None:
+        """(M, C, H, W) -> what `decode` will want of it when it is the frame before, so that this can be done early."""
+
     def decode(
-        self, tokens: torch.Tensor, previous: torch.Tensor | None = None, action: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        previous: torch.Tensor | None = None,
+        action: torch.Tensor | None = None,
+        looked: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(M, num_tokens) -> (M, C, H, W), as pictures are: in [0, 1], in steps of 1/255 where the original rounds."""
 

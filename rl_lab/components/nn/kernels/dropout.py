@@ -1,14 +1,32 @@
-"""Dropout from a seed, alone or behind a causal softmax, each as one pass over memory.
+"""Dropout from a seed, as one pass over memory.
 
-The mask is a hash of an element's place and the seed (see nn/seeded_dropout.py, which has the slow definition): forward
-and backward compute it, nobody stores it.
+The mask is a hash of an element's place and the seed (the finaliser of MurmurHash3, 32 bits): forward and backward
+compute it, nobody stores it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+
+_WORD = 0xFFFFFFFF
+
+
+def hashed_uniform(shape: tuple[int, ...], word: torch.Tensor) -> torch.Tensor:
+    """word: 0-d int64 -> `shape` numbers in [0, 1), the same for the same word."""
+    hashed = torch.arange(math.prod(shape), device=word.device) * 0x9E3779B1 + word
+    hashed = hashed & _WORD
+    hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _WORD
+    hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _WORD
+    hashed = hashed ^ (hashed >> 16)
+    return ((hashed >> 8).float() * 2.0**-24).view(shape)
+
+
+def kept(shape: tuple[int, ...], rate: float, word: torch.Tensor) -> torch.Tensor:
+    """float32: 1 / (1 - rate) where an element stays, else 0."""
+    return (hashed_uniform(shape, word) >= rate) * (1.0 / (1.0 - rate))
 
 
 class SeededDropout(torch.autograd.Function):
@@ -28,26 +46,3 @@ class SeededDropout(torch.autograd.Function):
 
         (word,) = ctx.saved_tensors
         return dropout_triton.drop(grad.contiguous(), ctx.rate, word), None, None
-
-
-class CausalSoftmaxDropout(torch.autograd.Function):
-    """scores (…, T, T), CUDA -> dropout(softmax of what lies not ahead), in the scores' dtype."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scores: torch.Tensor, scale: float, rate: float, word: torch.Tensor
-    ) -> torch.Tensor:
-        from rl_lab.components.nn.kernels import dropout_triton
-
-        scores = scores.contiguous()
-        ctx.save_for_backward(scores, word)
-        ctx.settings = (scale, rate)
-        return dropout_triton.softmax_forward(scores, scale, rate, word)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from rl_lab.components.nn.kernels import dropout_triton
-
-        scores, word = ctx.saved_tensors
-        scale, rate = ctx.settings
-        return dropout_triton.softmax_backward(grad.contiguous(), scores, scale, rate, word), None, None, None

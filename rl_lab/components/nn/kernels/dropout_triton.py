@@ -1,4 +1,4 @@
-"""Triton kernels of dropout.py. Imported on CUDA only."""
+"""Triton kernels of dropout.py, and of the causal softmax with dropout in causal_attention.py. Imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ BLOCK = 1024
 
 
 @triton.jit
-def _kept(place, word, rate):
-    """MurmurHash3's finaliser, as in nn/seeded_dropout.py: 1 / (1 − rate) where an element stays, else 0."""
+def kept(place, word, rate):
+    """MurmurHash3's finaliser, as in dropout.py: 1 / (1 − rate) where an element stays, else 0."""
     h = place.to(tl.uint32) * 0x9E3779B1 + tl.load(word).to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -24,7 +24,7 @@ def _kept(place, word, rate):
 def _drop_kernel(x, out, word, count, rate, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
-    y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32) * _kept(place, word, rate)
+    y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32) * kept(place, word, rate)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -43,7 +43,7 @@ def _probabilities(scores, row, column, T, scale):
 @triton.jit
 def _softmax_forward_kernel(scores, out, word, T, scale, rate, BLOCK: tl.constexpr):
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
-    y = _probabilities(scores, row, column, T, scale) * _kept(row * T + column, word, rate)
+    y = _probabilities(scores, row, column, T, scale) * kept(row * T + column, word, rate)
     tl.store(out + row.to(tl.int64) * T + column, y.to(out.dtype.element_ty), mask=column < T)
 
 
@@ -52,7 +52,7 @@ def _softmax_backward_kernel(grad, scores, out, word, T, scale, rate, BLOCK: tl.
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
     p = _probabilities(scores, row, column, T, scale)
     g = tl.load(grad + row.to(tl.int64) * T + column, mask=column < T, other=0.0).to(tl.float32)
-    g = g * _kept(row * T + column, word, rate)
+    g = g * kept(row * T + column, word, rate)
     result = scale * p * (g - tl.sum(p * g, 0))
     tl.store(out + row.to(tl.int64) * T + column, result.to(out.dtype.element_ty), mask=column < T)
 

@@ -50,12 +50,16 @@ def group_norm_backward(
     weight: torch.Tensor,
     bias: torch.Tensor,
     silu: bool,
+    beside: torch.Tensor | None = None,  # (M, P, C)
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradient of x (M, P, C), float32 ones of weight and bias, (2, C), and of `pre`, (C,), where there is one."""
+    """Gradient of x (M, P, C), float32 ones of weight and bias, (2, C), and of `pre`, (C,), where there is one.
+
+    beside: a gradient that x has from elsewhere, added to x's, and to nothing else
+    """
     if x.is_cuda:
         from rl_lab.components.nn.kernels import group_norm_silu_triton
 
-        return group_norm_silu_triton.backward(grad, x, pre, moments, weight, bias, silu)
+        return group_norm_silu_triton.backward(grad, x, pre, moments, weight, bias, silu, beside)
     groups = moments.shape[2]
     mean, r = (part[:, None, :, None] for part in moments.unbind(1))
     z = x.float() if pre is None else x.float() + pre
@@ -69,11 +73,14 @@ def group_norm_backward(
     gn, n = (g * weight).unflatten(2, (groups, -1)), n.unflatten(2, (groups, -1))
     gx = r * (gn - gn.mean((1, 3), keepdim=True) - n * (gn * n).mean((1, 3), keepdim=True))
     gx = gx.flatten(2)
-    return gx.to(x.dtype), parameters, None if pre is None else gx.sum((0, 1))
+    of_pre = None if pre is None else gx.sum((0, 1))
+    return (gx if beside is None else gx + beside.float()).to(x.dtype), parameters, of_pre
 
 
 class GroupNormSiLU(torch.autograd.Function):
-    """`group_norm_forward` with its gradient."""
+    """`group_norm_forward` with its gradient. It hands x on as well: whoever uses that one adds no pass for the sum
+    of x's gradients.
+    """
 
     @staticmethod
     def forward(
@@ -85,16 +92,24 @@ class GroupNormSiLU(torch.autograd.Function):
         groups: int,
         eps: float,
         silu: bool,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, moments = group_norm_forward(x, pre, weight, bias, groups, eps, silu)
         ctx.save_for_backward(x, pre, moments, weight, bias)
         ctx.silu = silu
-        return y
+        ctx.set_materialize_grads(False)
+        return y, x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, beside: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return beside, None, None, None, None, None, None
         x, pre, moments, weight, bias = ctx.saved_tensors
-        gx, parameters, gpre = group_norm_backward(grad.contiguous(), x, pre, moments, weight, bias, ctx.silu)
+        beside = None if beside is None else beside.contiguous()
+        gx, parameters, gpre = group_norm_backward(
+            grad.contiguous(), x, pre, moments, weight, bias, ctx.silu, beside
+        )
         return gx, gpre, parameters[0], parameters[1], None, None, None
 
 
@@ -106,12 +121,13 @@ def fused_group_norm(
     eps: float,
     silu: bool,
     pre: torch.Tensor | None = None,  # (C,)
-) -> torch.Tensor:
-    """-> (M, C, H, W), with the channels side by side in memory. Differentiable."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> the result, (M, C, H, W) with the channels side by side in memory, and x to go on with. Differentiable."""
     places = x.permute(0, 2, 3, 1)
     rows = places.reshape(x.shape[0], -1, x.shape[1])  # a view where the channels already lie side by side
-    if torch.is_grad_enabled():
-        y: torch.Tensor = GroupNormSiLU.apply(rows, pre, weight, bias, groups, eps, silu)
-    else:
+    if not torch.is_grad_enabled():
         y = group_norm_forward(rows, pre, weight, bias, groups, eps, silu)[0]
-    return y.view(places.shape).permute(0, 3, 1, 2)
+        return y.view(places.shape).permute(0, 3, 1, 2), x
+    both: tuple[torch.Tensor, torch.Tensor] = GroupNormSiLU.apply(rows, pre, weight, bias, groups, eps, silu)
+    y, rows = (value.view(places.shape).permute(0, 3, 1, 2) for value in both)
+    return y, rows

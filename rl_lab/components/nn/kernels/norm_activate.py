@@ -18,12 +18,12 @@ FUSED = ("mish", "simnorm")
 def norm_activate_forward(
     x: torch.Tensor,  # (E, R, F)
     bias: torch.Tensor | None,  # (E, F)
-    scale: torch.Tensor,  # (E, F)
-    shift: torch.Tensor,  # (E, F)
+    scale: torch.Tensor,  # (E, F), or (1, F) for all
+    shift: torch.Tensor,  # as scale
     eps: float,
     activation: str,
     group: int,
-    out: torch.Tensor | None = None,  # (1, R, F) of a single network; rows may lie apart
+    out: torch.Tensor | None = None,  # (E, R, F), may be x; rows may lie apart, equally far
 ) -> torch.Tensor:
     """-> (E, R, F) in x's dtype."""
     if x.is_cuda:

@@ -23,7 +23,7 @@ def _normed(x, bias, at, member, column, mask, inside, F: tl.constexpr, eps, HAS
 
 @triton.jit
 def _forward_kernel(
-    x, bias, scale, shift, out, rows, out_stride, eps, LARGE: tl.constexpr,
+    x, bias, scale, shift, out, rows, out_stride, scale_stride, eps, LARGE: tl.constexpr,
     F: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, MISH: tl.constexpr,
 ):  # fmt: skip
@@ -34,8 +34,8 @@ def _forward_kernel(
     mask = (row[:, None] < rows) & inside[None, :]
     at = (member * rows + row[:, None]).to(tl.int64) * F + column[None, :]
     n, _ = _normed(x, bias, at, member, column, mask, inside, F, eps, HAS_BIAS)
-    w = tl.load(scale + member * F + column, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(shift + member * F + column, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(scale + member * scale_stride + column, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(shift + member * scale_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = n * w[None, :] + b[None, :]
     if MISH:
         e = tl.exp(tl.minimum(u, LARGE))
@@ -116,7 +116,8 @@ def forward(
     out = torch.empty_like(x) if out is None else out
     block, many, warps = _shape(rows, features)
     _forward_kernel[(triton.cdiv(rows, many), members)](
-        x, x if bias is None else bias, scale, shift, out, rows, out.stride(1), eps, LARGE,
+        x, x if bias is None else bias, scale, shift, out, rows, out.stride(1),
+        features if len(scale) == members else 0, eps, LARGE,
         F=features, BLOCK=block, ROWS=many, GROUP=group, HAS_BIAS=bias is not None, MISH=activation == "mish",
         num_warps=warps,
     )  # fmt: skip
