@@ -29,6 +29,11 @@ COLUMNS = {
     "generation_best": "controller/best",
     "generation_mean": "controller/mean",
     "kl": "train/kl",
+    "pixel_error": "train/tokenizer/pixel_error",
+    "token_loss": "train/world_model/loss/tokens",
+    "token_accuracy": "train/world_model/token_accuracy",
+    "dreamed_reward": "controller/reward_mean",
+    "policy_entropy": "controller/policy_entropy",
 }
 
 
