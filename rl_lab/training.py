@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -276,7 +275,7 @@ def _describe_memory(run: Run, say: Callable[[str], None]) -> None:
 def _finish(folder: RunFolder, run: Run, say: Callable[[str], None]) -> RunResult:
     orchestrator = run.orchestrator
     if orchestrator.interrupted:
-        say(f"stopped and saved; go on with: {Path(sys.argv[0]).name or 'rl-lab'} resume {folder.path}")
+        say(f"stopped and saved; go on with: rl-lab resume {folder.path}")
     return RunResult(
         path=folder.path,
         interrupted=orchestrator.interrupted,
