@@ -288,7 +288,8 @@ def test_group_norm_of_half_precision():
 @pytest.mark.parametrize("classes", [1, 2, 512, 1000])
 def test_sample_logits(classes: int, dtype: torch.dtype):
     logits, noise = (torch.randn(3000, classes) * 3.0).to(dtype), torch.rand(3000, 2)
-    found = sample_logits.sample_logits(logits.cuda(), noise.cuda()[:, 1]).cpu()
+    with fast_path():
+        found = sample_logits.sample_logits(logits.cuda(), noise.cuda()[:, 1]).cpu()
     probs = torch.softmax(logits.double(), -1)
     after = probs.cumsum(-1).gather(1, found[:, None])[:, 0]
     before = after - probs.gather(1, found[:, None])[:, 0]

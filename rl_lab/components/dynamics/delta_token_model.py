@@ -125,10 +125,7 @@ class DeltaTokenModel(TokenWorldModel):
     ) -> tuple[State, Outcome]:
         hidden, state = self.feed(self.action_table(action).unsqueeze(1), state)
         outcome = self.begin_outcome(hidden[:, -1], noise[:, :2])
-        drawn = [self.draw_token(hidden[:, -1], noise[:, 2])]
-        for n in range(1, self.tokens):
-            hidden, state = self.feed(self.token_table(drawn[-1]).unsqueeze(1), state)
-            drawn.append(self.draw_token(hidden[:, -1], noise[:, 2 + n]))
+        drawn, state = self.draw_tokens(hidden[:, -1], state, noise[:, 2:])
         seen = None if looked is None else looked()
         frame = tokenizer.decode(torch.stack(drawn, 1), state["frame"], action, seen)
         return {**state, "frame": frame, "pending": drawn[-1]}, outcome.join()

@@ -80,9 +80,6 @@ class FrameTokenModel(TokenWorldModel):
         pair = torch.stack([self.token_table(state["pending"]), self.action_table(action)], 1)
         hidden, state = self.feed(pair, state)
         outcome = self.begin_outcome(hidden[:, -1], noise[:, :2])
-        drawn = [self.draw_token(hidden[:, -1], noise[:, 2])]
-        for n in range(1, self.tokens):
-            hidden, state = self.feed(self.token_table(drawn[-1]).unsqueeze(1), state)
-            drawn.append(self.draw_token(hidden[:, -1], noise[:, 2 + n]))
+        drawn, state = self.draw_tokens(hidden[:, -1], state, noise[:, 2:])
         frame = tokenizer.decode(torch.stack(drawn, 1))
         return {**state, "frame": frame, "pending": drawn[-1]}, outcome.join()

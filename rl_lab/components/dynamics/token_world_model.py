@@ -15,9 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rl_lab.components.dynamics.sequence_backbone import State
-from rl_lab.components.nn.categorical import sample_index
 from rl_lab.components.nn.component_loss import LossWithIntermediateLosses, masked_mean
-from rl_lab.components.nn.fast_path import fast
 from rl_lab.components.nn.kernels.sample_logits import sample_logits
 from rl_lab.components.nn.side_stream import Aside
 from rl_lab.components.nn.sign_reward import make_reward
@@ -196,10 +194,20 @@ class TokenWorldModel(nn.Module):
 
     def draw_token(self, hidden: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """(B, dim), (B,) uniform -> (B,) a sampled token."""
-        logits = self.token_head(hidden)
-        return (
-            sample_logits(logits, noise) if fast() else sample_index(torch.softmax(logits.float(), -1), noise)
-        )
+        return sample_logits(self.token_head(hidden), noise)
+
+    def draw_tokens(
+        self, hidden: torch.Tensor, state: State, noise: torch.Tensor
+    ) -> tuple[list[torch.Tensor], State]:
+        """A frame's tokens, one after the other: (B, dim) of the action, (B, tokens) uniform -> (B,) each.
+
+        The last one is drawn, but not read yet.
+        """
+        drawn = [self.draw_token(hidden, noise[:, 0])]
+        for n in range(1, self.tokens):
+            results, state = self.feed(self.token_table(drawn[-1]).unsqueeze(1), state)
+            drawn.append(self.draw_token(results[:, -1], noise[:, n]))
+        return drawn, state
 
 
 def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

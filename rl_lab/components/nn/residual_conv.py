@@ -19,9 +19,8 @@ from rl_lab.components.nn.kernels.add_bias import add_bias
 from rl_lab.components.nn.kernels.double_picture import double_picture
 from rl_lab.components.nn.kernels.group_norm_silu import fused_group_norm, supports
 
-Pending = tuple[
-    torch.Tensor, torch.Tensor | None
-]  # a picture (M, C, H, W), and what is still to be added to it, (C,)
+# A picture (M, C, H, W), and what is still to be added to it, (C,).
+Pending = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def _bias(layer: nn.Module) -> torch.Tensor:

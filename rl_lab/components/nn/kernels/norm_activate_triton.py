@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_lab.components.nn.kernels.row_tiles import row_tiles
+
 PARTIALS = 256  # programs of a member that each sum the parameters' gradients over their share of the rows
 LARGE = 20.0  # from here on tanh(softplus(u)) is 1 in float32
 
@@ -94,13 +96,6 @@ def _backward_kernel(
     tl.store(partial + to + 2 * F, sum_shift, mask=inside)
 
 
-def _shape(rows: int, features: int) -> tuple[int, int, int]:
-    """Padded width, rows a program handles at once, warps."""
-    block = triton.next_power_of_2(features)
-    group = 1 if rows <= 4096 else max(1, min(8, 2048 // block))  # few rows: spread them over the chip
-    return block, group, 4 if block * group <= 2048 else 8
-
-
 def forward(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -114,7 +109,7 @@ def forward(
     x = x.contiguous()
     members, rows, features = x.shape
     out = torch.empty_like(x) if out is None else out
-    block, many, warps = _shape(rows, features)
+    block, many, warps = row_tiles(rows, features)
     _forward_kernel[(triton.cdiv(rows, many), members)](
         x, x if bias is None else bias, scale, shift, out, rows, out.stride(1),
         features if len(scale) == members else 0, eps, LARGE,
@@ -137,7 +132,7 @@ def backward(
     x = x.contiguous()
     members, rows, features = x.shape
     gx = torch.empty_like(x)
-    block, many, warps = _shape(rows, features)
+    block, many, warps = row_tiles(rows, features)
     programs = min(PARTIALS, triton.cdiv(rows, many))
     partial = torch.empty((members, programs, 3, features), dtype=torch.float32, device=x.device)
     _backward_kernel[(programs, members)](

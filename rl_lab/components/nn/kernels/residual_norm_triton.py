@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from rl_lab.components.nn.kernels.dropout_triton import kept
+from rl_lab.components.nn.kernels.row_tiles import row_tiles
 
 PARTIALS = 512  # programs that each sum the parameters' gradients over their share of the rows
 
@@ -71,13 +72,6 @@ def _backward_kernel(
     tl.store(partial + to + F, sum_bias, mask=inside)
 
 
-def _shape(rows: int, features: int) -> tuple[int, int, int]:
-    """Padded width, rows a program handles at once, warps."""
-    block = triton.next_power_of_2(features)
-    group = 1 if rows <= 4096 else max(1, min(8, 2048 // block))  # few rows: spread them over the chip
-    return block, group, 4 if block * group <= 2048 else 8
-
-
 def forward(
     x: torch.Tensor,
     y: torch.Tensor | None,
@@ -94,7 +88,7 @@ def forward(
     rows = x.numel() // features
     total = x if y is None else torch.empty_like(x)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    block, many, warps = _shape(rows, features)
+    block, many, warps = row_tiles(rows, features)
     _forward_kernel[(triton.cdiv(rows, many),)](
         x, add, weight, bias, total, out, x if word is None else word, rows, eps, rate,
         F=features, BLOCK=block, ROWS=many, ADD=y is not None, DROP=word is not None, num_warps=warps,
@@ -117,7 +111,7 @@ def backward(
     features = total.shape[-1]
     rows = total.numel() // features
     gx, gy = torch.empty_like(total), torch.empty(total.shape, dtype=dtype, device=total.device)
-    block, many, warps = _shape(rows, features)
+    block, many, warps = row_tiles(rows, features)
     programs = min(PARTIALS, triton.cdiv(rows, many))
     partial = torch.empty((programs, 2, features), dtype=torch.float32, device=total.device)
     _backward_kernel[(programs,)](
