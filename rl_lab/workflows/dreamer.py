@@ -1,40 +1,38 @@
 """DreamerV3 in its current form (Hafner et al. 2025, Nature; danijar/dreamerv3 @ e3f0224).
 
 A recurrent world model is learned from replay; actor and critic are learned in dreams that start from the states just
-inferred. The fast path is one fused hook, `update`: one loss, one backward pass; the critic's loss on replayed rewards
+inferred. The fast path is one fused hook, `update`: one step for all parts; the critic's loss on replayed rewards
 reaches the world model. `update_world_model` and `update_controller` do the halves apart, for curricula. Differs from
 the original in what replay stores (bfloat16 and class indices) and in never sampling the unused last dream action.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from rl_lab.components.nn.categorical import one_hot
-from rl_lab.components.nn.fast_path import fast, fast_path, resolve_fast_path
 from rl_lab.components.nn.guard import NonFiniteGuard
-from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
-from rl_lab.components.nn.training_step import AverageGradients, keep_gradients, optimizer_step
-from rl_lab.components.representation_learners.rssm_dream import dream
-from rl_lab.errors import ConfigError
+from rl_lab.components.nn.precision import autocast
+from rl_lab.components.nn.side_stream import Aside
+from rl_lab.components.nn.training_step import (
+    AverageGradients,
+    find_gradients,
+    keep_gradients,
+    optimizer_step,
+)
 from rl_lab.records import (
-    ActMode,
-    ArraySpec,
     Batch,
     BatchSpec,
-    Dreamed,
     Hook,
-    Imagined,
     NoiseSpec,
     UpdateResult,
 )
-from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
+from rl_lab.workflows.base import PhaseConfig
 from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.dreamer_acting import DreamerActing, State
 from rl_lab.workflows.dreamer_losses import (
     Losses,
     actor_critic_losses,
@@ -43,14 +41,13 @@ from rl_lab.workflows.dreamer_losses import (
     total_loss,
 )
 from rl_lab.workflows.dreamer_report import open_loop_report
-from rl_lab.workflows.dreamer_settings import DreamerSettings
 
 Tensors = Mapping[str, torch.Tensor]
-State = dict[str, torch.Tensor]
 WORLD_MODEL = ("encoder", "rssm", "decoder", "reward_head", "continue_head")
+CONTROLLER_LOSSES = ("actor", "critic", "replay_value")
 
 
-class DreamerWorkflow(WorldModelWorkflow):
+class DreamerWorkflow(DreamerActing):
     """Components encoder, rssm, decoder, reward_head, continue_head, return_computer; controllers actor, critic."""
 
     phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
@@ -59,38 +56,12 @@ class DreamerWorkflow(WorldModelWorkflow):
         self._bind_context(context)
 
     def _bind_context(self, context: WorkflowContext) -> None:
-        self.spec = context.spec
-        self.device = torch.device(context.device)
-        self.settings = DreamerSettings.from_config(context.config.algorithm)
-        training = context.config.training
-        self.precision = resolve_precision(str(training.precision), self.device)
-        self.fast = resolve_fast_path(training.get("fast_path", "auto"), self.device)
-        self.encoder = context.component("encoder", "forward")
-        self.rssm = context.component(
-            "rssm", "observe", "observe_sequence", "imagine_step", "prior", "feature"
-        )
-        self.decoder = context.component("decoder", "forward", "losses", "observations")
-        self.reward_head = context.component("reward_head", "predict", "loss")
-        self.continue_head = context.component("continue_head", "predict", "loss")
-        self.return_computer = context.component("return_computer", "__call__")
-        self.actor = context.controller("actor", "sample", "log_prob_and_entropy", "act")
-        self.critic = context.controller("critic", "value", "slow_value", "loss", "update_slow")
-        if self.encoder.embed_dim != self.rssm.embed_dim:
-            raise ConfigError(
-                f"the encoder gives embeddings of width {self.encoder.embed_dim}, the RSSM expects "
-                f"{self.rssm.embed_dim}: set components.rssm.embed_dim={self.encoder.embed_dim}"
-            )
+        super()._bind_context(context)
         self.optimizers = list(context.optimizers.values())
         modules = {name: getattr(self, name) for name in (*WORLD_MODEL, "actor", "critic")}
         self.parts = {name: list(module.parameters()) for name, module in modules.items()}
         self.guard = NonFiniteGuard().to(self.device)
         self.average_gradients: AverageGradients = keep_gradients
-
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """How networks compute here: in which precision, and whether by their fast forms."""
-        with autocast(self.precision, self.device), fast_path(self.fast):
-            yield
 
     # ---------------------------------------------------------------- hooks
 
@@ -124,13 +95,21 @@ class DreamerWorkflow(WorldModelWorkflow):
 
     def _fused_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
         with self.autocast():
-            losses, states, feature, metrics = self._world_model_losses(batch, noise)
-            more, controller_metrics = self._controller_losses(batch, states, feature, scalars, noise)
-        return self._finish({**losses, **more}, scalars, {**metrics, **controller_metrics}, batch, states)
+            states, posterior = self.infer(batch, noise["posterior"])
+            feature = self.rssm.feature(states)
+            # A GPU dreams while it looks at reconstructions, and learns from dreams (in `_finish`) while it goes back
+            # through the sequence, whose small steps leave most of it idle.
+            dreams = Aside(self._dream_losses, states, scalars, noise, device=self.device)
+            losses, metrics = self._world_model_losses(batch, states, posterior, feature)
+            from_dreams, returns, dream_metrics = dreams.join()
+            losses["replay_value"] = self._replay_value_loss(batch, feature, returns)
+        metrics.update(dream_metrics)
+        return self._finish(losses, scalars, metrics, batch, states, beside=from_dreams)
 
     def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
         with self.autocast():
-            losses, states, _, metrics = self._world_model_losses(batch, noise)
+            states, posterior = self.infer(batch, noise["posterior"])
+            losses, metrics = self._world_model_losses(batch, states, posterior, self.rssm.feature(states))
         return self._finish(losses, scalars, metrics, batch, states)
 
     def _controller_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
@@ -138,34 +117,21 @@ class DreamerWorkflow(WorldModelWorkflow):
             with torch.no_grad():
                 states, _ = self.infer(batch, noise["posterior"])
                 feature = self.rssm.feature(states)
-            losses, metrics = self._controller_losses(batch, states, feature, scalars, noise)
+            losses, returns, metrics = self._dream_losses(states, scalars, noise)
+            losses["replay_value"] = self._replay_value_loss(batch, feature, returns)
         return self._finish(losses, scalars, metrics, batch, None)
 
     # ---------------------------------------------------------------- the two halves
 
-    def infer(self, batch: Batch, noise: torch.Tensor) -> tuple[State, torch.Tensor]:
-        """Posterior states (B, T, …) of the rows after the context, and their log probabilities."""
-        context = self.settings.replay_context
-        obs = {key: value[:, context:] for key, value in batch.obs.items()}
-        state, action, is_first = self.rssm.initial_state(len(batch.reward)), batch.action, batch.is_first
-        if context:
-            # The row before gives its stored latent as memory, and its action as the first previous action.
-            if "deter" in batch:
-                stoch = one_hot(batch["stoch"][:, 0].long(), self.rssm.classes)
-                state = {"deter": batch["deter"][:, 0].float(), "stoch": stoch}
-            action, is_first = action[:, :-1], is_first[:, 1:]
-        else:
-            action, is_first = previous_actions(action, is_first)
-        states, log_probs = self.rssm.observe_sequence(state, action, self.encoder(obs), is_first, noise)
-        return states, log_probs
-
     def _world_model_losses(
-        self, batch: Batch, noise: Tensors
-    ) -> tuple[Losses, State, torch.Tensor, dict[str, torch.Tensor]]:
-        """Losses (B, T) each, posterior states, their features (B, T, F) with gradient, metrics."""
+        self,
+        batch: Batch,
+        states: State,  # posterior, (B, T, …)
+        posterior: torch.Tensor,  # (B, T, S, C) log probabilities
+        feature: torch.Tensor,  # (B, T, F)
+    ) -> tuple[Losses, dict[str, torch.Tensor]]:
+        """Losses (B, T) each, metrics."""
         context = self.settings.replay_context
-        states, posterior = self.infer(batch, noise["posterior"])
-        feature = self.rssm.feature(states)
         kl, metrics = kl_losses(posterior, self.rssm.prior(states["deter"]), self.settings.free_nats)
         obs = {key: value[:, context:] for key, value in batch.obs.items()}
         decoded = self.decoder.losses(self.decoder(states, feature), obs)
@@ -176,57 +142,55 @@ class DreamerWorkflow(WorldModelWorkflow):
             "continue": self.continue_head.loss(self.continue_head(feature), alive),
             **kl,
         }
-        metrics.update({f"loss/{name}": loss.detach().mean() for name, loss in losses.items()})
-        return losses, states, feature, metrics
+        return losses, metrics
 
-    def _controller_losses(
-        self, batch: Batch, states: State, feature: torch.Tensor, scalars: Tensors, noise: Tensors
-    ) -> tuple[Losses, dict[str, torch.Tensor]]:
-        """Dreams from the last `starts` states of every sequence; then the critic on the replayed rewards."""
+    def _dream_losses(
+        self, states: State, scalars: Tensors, noise: Tensors
+    ) -> tuple[Losses, torch.Tensor, dict[str, torch.Tensor]]:
+        """Losses (N, H) of actor and critic in dreams from the last `starts` states of every sequence.
+
+        Also the returns (N, H) and metrics. Nothing here reaches the world model.
+        """
         s = self.settings
         start = {key: value[:, -s.starts :].detach().flatten(0, 1) for key, value in states.items()}
-        with torch.no_grad():
-            dream, action = self._dream(start, noise["prior"], noise["action"])
-            reward, cont = self.reward_head.predict(dream), self.continue_head.predict(dream)
-        losses, returns, metrics = actor_critic_losses(
-            self.actor,
-            self.critic,
-            self.return_computer,
-            feature=dream,
-            action=action,
-            reward=reward,
-            cont=cont,
-            entropy_scale=scalars["entropy"],
-        )
+        # Without autocast's cache, which would give other streams this one's casts of the weights.
+        with autocast(self.precision, self.device, cache=False):
+            with torch.no_grad():
+                dream, action = self._dream(start, noise["prior"], noise["action"])
+                reward, cont = self.reward_head.predict(dream), self.continue_head.predict(dream)
+            losses, returns, metrics = actor_critic_losses(
+                self.actor,
+                self.critic,
+                self.return_computer,
+                feature=dream,
+                action=action,
+                reward=reward,
+                cont=cont,
+                entropy_scale=scalars["entropy"],
+            )
+        return losses, returns, {f"controller/{name}": value for name, value in metrics.items()}
+
+    def _replay_value_loss(
+        self,
+        batch: Batch,
+        feature: torch.Tensor,  # (B, T, F)
+        returns: torch.Tensor,  # (N, H) of the dreams
+    ) -> torch.Tensor:
+        """The critic on the replayed rewards, (B, starts - 1); its gradient may go on into the world model."""
+        starts = self.settings.starts
         last = batch.terminated | batch.truncated
         # A stream that was cut off (a restarted environment) shows only in the row that follows.
         last = torch.cat([last[:, :-1] | batch.is_first[:, 1:], last[:, -1:]], 1)
-        losses["replay_value"] = replay_value_loss(
+        return replay_value_loss(
             self.critic,
             self.return_computer,
-            feature=feature[:, -s.starts :],
-            reward=batch.reward[:, -s.starts :],
-            terminated=batch.terminated[:, -s.starts :],
-            last=last[:, -s.starts :],
-            bootstrap=returns[:, 0].unflatten(0, (-1, s.starts)),
-            discount=s.discount,
+            feature=feature[:, -starts:],
+            reward=batch.reward[:, -starts:],
+            terminated=batch.terminated[:, -starts:],
+            last=last[:, -starts:],
+            bootstrap=returns[:, 0].unflatten(0, (-1, starts)),
+            discount=self.settings.discount,
         )
-        metrics.update({f"loss/{name}": loss.detach().mean() for name, loss in losses.items()})
-        return losses, {f"controller/{name}": value for name, value in metrics.items()}
-
-    def _dream(
-        self, state: State, prior_noise: torch.Tensor, action_noise: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features (N, H+1, F) and actions (N, H, …) of a dream under the current policy; noise is (H, N, …)."""
-        if fast():
-            policy = self.actor.frozen(product_dtype(self.device))
-            return dream(self.rssm, policy, state, prior_noise, action_noise)
-        features, actions = [self.rssm.feature(state)], []
-        for prior_t, action_t in zip(prior_noise.unbind(0), action_noise.unbind(0)):
-            actions.append(self.actor.sample(features[-1], action_t))
-            state = self.rssm.imagine_step(state, actions[-1], prior_t)
-            features.append(self.rssm.feature(state))
-        return torch.stack(features, 1), torch.stack(actions, 1)
 
     def _finish(
         self,
@@ -235,9 +199,15 @@ class DreamerWorkflow(WorldModelWorkflow):
         metrics: dict[str, torch.Tensor],
         batch: Batch,
         states: State | None,  # latents to write back
+        *,
+        beside: Losses
+        | None = None,  # more losses, of actor and critic alone: their gradients are found beside
     ) -> UpdateResult:
-        scales = {name: self.settings.loss_scales[name.split("/")[0]] for name in losses}
-        loss = total_loss(losses, scales)
+        loss, more = self._total(losses), None
+        if beside is not None:
+            of = [*self.parts["actor"], *self.parts["critic"]]
+            more = Aside(find_gradients, partial(self._total, beside), of, device=self.device)
+            losses = {**losses, **beside}
         step_metrics, masked = optimizer_step(
             loss,
             self.optimizers,
@@ -246,11 +216,18 @@ class DreamerWorkflow(WorldModelWorkflow):
             learning_rate_scale=scalars["learning_rate_scale"],
             max_grad_norm=self.settings.max_grad_norm or None,
             average_gradients=self.average_gradients,
+            beside=more,
         )
         if "critic" in losses:
             self.critic.update_slow(self.settings.slow_critic_rate)
-        metrics = {**metrics, **step_metrics, "loss": loss.detach()}
+        metrics = {**metrics, **step_metrics}
+        for name, value in losses.items():
+            part = "controller/" if name in CONTROLLER_LOSSES else ""
+            metrics[f"{part}loss/{name}"] = value.detach().mean()
         return UpdateResult(metrics, self._latents_to_store(batch, states, masked))
+
+    def _total(self, losses: Losses) -> torch.Tensor:
+        return total_loss(losses, {name: self.settings.loss_scales[name.split("/")[0]] for name in losses})
 
     def _latents_to_store(
         self, batch: Batch, states: State | None, masked: torch.Tensor
@@ -262,116 +239,6 @@ class DreamerWorkflow(WorldModelWorkflow):
         # A masked update may have met values that are not finite: leave the stored latents as they were.
         return {key: torch.where(masked > 0, batch[key][:, context:], value) for key, value in fresh.items()}
 
-    @staticmethod
-    def _latent_columns(state: State) -> dict[str, torch.Tensor]:
-        return {
-            "deter": state["deter"].to(torch.bfloat16),
-            "stoch": state["stoch"].argmax(-1).to(torch.uint8),
-        }
-
-    # ---------------------------------------------------------------- acting, dreaming, looking
-
-    def initial_policy_state(self, num_envs: int) -> PolicyState:
-        dtype = torch.float32 if self.spec.action.kind == "continuous" else torch.int64
-        action = torch.zeros(num_envs, *self.spec.action.shape, dtype=dtype, device=self.device)
-        return {**self.rssm.initial_state(num_envs), "action": action}
-
-    def policy_columns(self) -> dict[str, ArraySpec]:
-        if not self.settings.replay_context:
-            return {}
-        return {
-            "deter": ArraySpec((self.rssm.deter,), "bfloat16"),
-            "stoch": ArraySpec((self.rssm.stoch,), "uint8"),
-        }
-
-    @torch.no_grad()
-    def act(
-        self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
-    ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
-        noise = torch.rand(len(is_first), self.rssm.stoch, generator=mode.generator, device=self.device)
-        with self.autocast():
-            state, _ = self.rssm.observe(
-                policy_state, policy_state["action"], self.encoder(obs), is_first, noise
-            )
-            action = self.actor.act(self.rssm.feature(state), mode)
-        extras = self._latent_columns(state) if self.settings.replay_context else {}
-        return action, {**state, "action": action}, extras
-
-    @torch.no_grad()
-    def imagine(
-        self,
-        *,
-        horizon: int,
-        batch: Batch | None = None,
-        state: State | None = None,
-        decode: bool = False,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> Imagined:
-        """A dream of `horizon` steps from `state` (B, …), or from the end of each sequence of `batch`."""
-        draw = partial(torch.rand, generator=generator, device=self.device)
-        with self.autocast():
-            if state is None:
-                if batch is None:
-                    raise ValueError("imagine() needs a batch or a state to start from")
-                rows = batch.reward.shape[1] - self.settings.replay_context
-                states, _ = self.infer(batch, draw(len(batch.reward), rows, self.rssm.stoch))
-                state = {key: value[:, -1] for key, value in states.items()}
-            count = len(state["deter"])
-            spec = self.actor.noise_spec(horizon, count)
-            action_noise = (torch.rand if spec.kind == "uniform" else torch.randn)(
-                spec.shape, generator=generator, device=self.device
-            )
-            feature, action = self._dream(state, draw(horizon, count, self.rssm.stoch), action_noise)
-            deter, stoch = feature.split([self.rssm.deter, self.rssm.stoch * self.rssm.classes], -1)
-            states = {"deter": deter, "stoch": stoch.unflatten(-1, (self.rssm.stoch, self.rssm.classes))}
-            decoded = self.decoder.observations(self.decoder(states, feature)) if decode else None
-            reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
-        return Imagined(states, action, reward=reward, cont=cont, obs=decoded)
-
-    @torch.no_grad()
-    def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
-        size, rows = batch.reward.shape
-        noise = torch.rand(size, rows, self.rssm.stoch, generator=generator, device=self.device)
-        action, is_first = previous_actions(batch.action, batch.is_first)
-        with self.autocast():
-            states, _ = self.rssm.observe_sequence(
-                self.rssm.initial_state(size), action, self.encoder(batch.obs), is_first, noise
-            )
-        return {key: value[:, -1] for key, value in states.items()}
-
-    @torch.no_grad()
-    def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
-        with self.autocast():
-            decoded = self.decoder(state, self.rssm.feature(state))
-            return dict(self.decoder.observations(decoded))
-
-    @torch.no_grad()
-    def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
-        with self.autocast():
-            return self.actor.act(self.rssm.feature(state), mode), state
-
-    @torch.no_grad()
-    def inspect_policy(self, state: PolicyState) -> dict[str, torch.Tensor]:
-        with self.autocast():
-            feature = self.rssm.feature(state)
-            action = self.actor.act(feature, ActMode(sample=False))
-            _, entropy = self.actor.log_prob_and_entropy(feature, action)
-            return {"value": self.critic.value(feature), "entropy": entropy}
-
-    @torch.no_grad()
-    def dream_step(
-        self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
-    ) -> tuple[PolicyState, Dreamed]:
-        noise = torch.rand(len(action), self.rssm.stoch, generator=generator, device=self.device)
-        with self.autocast():
-            state = self.rssm.imagine_step(state, action, noise)
-            feature = self.rssm.feature(state)
-            # The continue head learns the discount with the ends: without it the rest is the chance of going on.
-            alive = self.continue_head.predict(feature) / self.settings.discount
-            reward = self.reward_head.predict(feature)
-        return state, Dreamed(reward, (1.0 - alive).clamp(0.0, 1.0), self.dream_observation(state))
-
     def report(self, batch: Batch) -> dict[str, Any]:
         return open_loop_report(self, batch)
 
@@ -381,9 +248,3 @@ class DreamerWorkflow(WorldModelWorkflow):
     def set_state(self, state: Mapping[str, Any]) -> None:
         if "guard" in state:
             self.guard.load_state_dict(state["guard"])
-
-
-def previous_actions(action: torch.Tensor, is_first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Actions taken *before* each row, (B, T, …); each sequence starts as if it were an episode."""
-    action = torch.cat([torch.zeros_like(action[:, :1]), action[:, :-1]], 1)
-    return action, torch.cat([torch.ones_like(is_first[:, :1]), is_first[:, 1:]], 1)

@@ -170,7 +170,7 @@ class IrisWorkflow(IrisActing):
             average_gradients=self.average_gradients,
         )
         kept = {key: value for key, value in step_metrics.items() if "/" not in key}
-        return UpdateResult({**metrics, **kept, "loss": loss.detach()})
+        return UpdateResult({**metrics, **kept})
 
     # ---------------------------------------------------------------- looking, remembering
 

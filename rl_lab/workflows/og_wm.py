@@ -154,7 +154,7 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
             average_gradients=self._limit_gradients if name == "mdn_rnn" else self.average_gradients,
         )
         losses = {f"loss/{key}": mean.detach() for key, mean in means.items()}
-        return UpdateResult({**losses, **metrics, **step_metrics, "loss": loss.detach()})
+        return UpdateResult({**losses, **metrics, **step_metrics})
 
     def _limit_gradients(self, gradients: list[torch.Tensor]) -> None:
         """Clipping by value, as the original trains M."""

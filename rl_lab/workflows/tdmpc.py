@@ -139,7 +139,7 @@ class TDMPCWorkflow(TDMPCActing):
             average_gradients=self.average_gradients,
         )
         metrics |= {f"loss/{name}": value.detach().mean() for name, value in losses.items()}
-        metrics |= {"loss": loss.detach(), **step_metrics}
+        metrics |= step_metrics
         priority = {"priority": error.clamp(max=PRIORITY_LIMIT).unsqueeze(1)} if "priority" in batch else None
         return latents.detach(), metrics, priority
 
@@ -231,7 +231,7 @@ class TDMPCWorkflow(TDMPCActing):
             average_gradients=self.average_gradients,
         )
         metrics = {
-            "loss": loss.detach(),
+            "loss": step_metrics["loss"],
             "entropy": entropy.detach().mean(),
             "value_mean": value.detach().mean(),
             "value_scale": scale.clone(),

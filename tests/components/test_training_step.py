@@ -4,7 +4,8 @@ from torch import nn
 
 from rl_lab.components.nn.guard import NonFiniteGuard
 from rl_lab.components.nn.optim import LaProp
-from rl_lab.components.nn.training_step import optimizer_step
+from rl_lab.components.nn.side_stream import Aside
+from rl_lab.components.nn.training_step import find_gradients, optimizer_step
 
 
 def case(make_optimizer):
@@ -37,7 +38,7 @@ def test_step_lowers_the_loss_and_reports_norms(name):
         )
     assert loss_of(net, x).item() < before
     assert masked.item() == 0.0
-    assert set(metrics) == {"grad_norm/a", "grad_norm/b", "grad_norm", "nonfinite"}
+    assert set(metrics) == {"grad_norm/a", "grad_norm/b", "grad_norm", "nonfinite", "loss"}
     assert metrics["grad_norm"].item() == pytest.approx(
         (metrics["grad_norm/a"].item() ** 2 + metrics["grad_norm/b"].item() ** 2) ** 0.5, rel=1e-5
     )
@@ -114,3 +115,32 @@ def test_global_clipping_and_averaging():
     assert seen == [4]
     assert metrics["grad_norm"].item() > 0.1
     assert (after - before).norm().item() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_gradients_found_beside_are_added_to_the_backward_pass():
+    x = torch.randn(8, 3)
+    weights, losses = [], []
+    for apart in (False, True):
+        net, optimizer, parts = case(OPTIMIZERS["laprop"])
+
+        def second(net=net):
+            return net["b"](torch.ones(2, 4)).abs().mean()  # reaches b alone
+
+        first = loss_of(net, x)
+        if apart:
+            found = Aside(find_gradients, second, list(net.parameters()), device=x.device)
+            assert [p is q for (p, _), q in zip(found.join().found, parts["b"], strict=True)] == [True, True]
+            metrics, _ = optimizer_step(first, [optimizer], parts, guard=NonFiniteGuard(), beside=found)
+        else:
+            metrics, _ = optimizer_step(first + second(), [optimizer], parts, guard=NonFiniteGuard())
+        weights.append([p.detach().clone() for p in net.parameters()])
+        losses.append((metrics["loss"].item(), metrics["grad_norm"].item()))
+    torch.testing.assert_close(weights[1], weights[0])
+    assert losses[1] == pytest.approx(losses[0])
+
+
+def test_gradients_of_a_frozen_part_are_not_looked_for():
+    net, _, _ = case(OPTIMIZERS["adam"])
+    net.requires_grad_(False)
+    found = find_gradients(lambda: net["b"](torch.ones(2, 4)).mean(), list(net.parameters()))
+    assert found.found == [] and found.loss.shape == ()

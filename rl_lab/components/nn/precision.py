@@ -23,11 +23,16 @@ def resolve_precision(precision: str, device: torch.device | str) -> torch.dtype
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def autocast(dtype: torch.dtype, device: torch.device | str) -> AbstractContextManager[object]:
-    """Matrix products and convolutions in `dtype`; nothing changes for float32."""
+def autocast(
+    dtype: torch.dtype, device: torch.device | str, *, cache: bool = True
+) -> AbstractContextManager[object]:
+    """Matrix products and convolutions in `dtype`; nothing changes for float32.
+
+    cache: keep each weight's cast until the outermost context ends.
+    """
     if dtype == torch.float32:
         return contextlib.nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=dtype)
+    return torch.autocast(torch.device(device).type, dtype=dtype, cache_enabled=cache)
 
 
 def product_dtype(device: torch.device | str) -> torch.dtype:

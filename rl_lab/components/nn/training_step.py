@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from rl_lab.components.nn.guard import NonFiniteGuard
+from rl_lab.components.nn.side_stream import Aside
 
 AverageGradients = Callable[[list[torch.Tensor]], None]
 
 
 def keep_gradients(gradients: list[torch.Tensor]) -> None:
     """One process: gradients are already the average."""
+
+
+class Gradients(NamedTuple):
+    """What one loss asks of some parameters; those that it does not reach are left out."""
+
+    loss: torch.Tensor  # 0-d, detached
+    found: list[tuple[torch.nn.Parameter, torch.Tensor]]
+
+
+def find_gradients(loss: Callable[[], torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> Gradients:
+    """Gradients of a loss (0-d) that are not stored in the parameters. A function for work beside other work."""
+    value = loss()
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained or not value.requires_grad:
+        return Gradients(value.detach(), [])
+    found = zip(trained, torch.autograd.grad(value, trained, allow_unused=True))
+    return Gradients(value.detach(), [(p, gradient) for p, gradient in found if gradient is not None])
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -41,18 +60,24 @@ def optimizer_step(
     learning_rate_scale: torch.Tensor | None = None,  # 0-d
     max_grad_norm: float | None = None,
     average_gradients: AverageGradients = keep_gradients,
+    beside: Aside[Gradients] | None = None,  # of further losses, found while this one goes backward
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Backward, then one step of every optimizer whose parameters the loss reaches. Fixed shapes, no host reads.
 
     A non-finite loss or gradient norm masks the step on the device: `found_inf` where the optimizer knows it (LaProp,
     torch's fused ones), else by zeroing the gradients (momentum then still decays and moves the weights a little).
 
-    returns: metrics (0-d, detached) and the mask flag, 1.0 where the update was masked.
+    returns: metrics (0-d, detached; `loss` is all of it) and the mask flag, 1.0 where the update was masked.
     """
     for optimizer in optimizers:
         prepare_optimizer(optimizer)
         optimizer.zero_grad(set_to_none=True)
     loss.backward()
+    loss = loss.detach()
+    if beside is not None:
+        more = beside.join()
+        loss = loss + more.loss
+        _add_gradients(more)
     gradients = [
         p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None
     ]
@@ -65,8 +90,17 @@ def optimizer_step(
     for optimizer in optimizers:
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             _masked_step(optimizer, masked, learning_rate_scale)
-    metrics["nonfinite"] = masked
+    metrics.update(nonfinite=masked, loss=loss)
     return metrics, masked
+
+
+def _add_gradients(more: Gradients) -> None:
+    both = [(p.grad, gradient) for p, gradient in more.found if p.grad is not None]
+    for p, gradient in more.found:
+        if p.grad is None:
+            p.grad = gradient
+    if both:
+        torch._foreach_add_([grad for grad, _ in both], [gradient for _, gradient in both])
 
 
 def gradient_norms(
