@@ -9,16 +9,17 @@ the original in what replay stores (bfloat16 and class indices) and in never sam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.guard import NonFiniteGuard
 from rl_lab.components.nn.precision import autocast
 from rl_lab.components.nn.side_stream import Aside
 from rl_lab.components.nn.training_step import (
     AverageGradients,
+    Gradients,
     find_gradients,
     keep_gradients,
     optimizer_step,
@@ -34,17 +35,28 @@ from rl_lab.workflows.base import PhaseConfig
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer_acting import DreamerActing, State
 from rl_lab.workflows.dreamer_losses import (
+    Dreams,
     Losses,
     actor_critic_losses,
     kl_losses,
+    mean_losses,
     replay_value_loss,
     total_loss,
+    value_dreams,
 )
 from rl_lab.workflows.dreamer_report import open_loop_report
 
 Tensors = Mapping[str, torch.Tensor]
 WORLD_MODEL = ("encoder", "rssm", "decoder", "reward_head", "continue_head")
 CONTROLLER_LOSSES = ("actor", "critic", "replay_value")
+
+
+class Learned(NamedTuple):
+    """What actor and critic learn from dreams."""
+
+    gradients: Gradients
+    losses: Losses
+    metrics: dict[str, torch.Tensor]
 
 
 class DreamerWorkflow(DreamerActing):
@@ -97,14 +109,14 @@ class DreamerWorkflow(DreamerActing):
         with self.autocast():
             states, posterior = self.infer(batch, noise["posterior"])
             feature = self.rssm.feature(states)
-            # A GPU dreams while it looks at reconstructions, and learns from dreams (in `_finish`) while it goes back
-            # through the sequence, whose small steps leave most of it idle.
-            dreams = Aside(self._dream_losses, states, scalars, noise, device=self.device)
+            # A GPU dreams while it looks at reconstructions, and learns from the dreams while it goes back through the
+            # sequence, whose small steps leave most of it idle.
+            dreaming = Aside(self._dreams, states, noise, device=self.device)
             losses, metrics = self._world_model_losses(batch, states, posterior, feature)
-            from_dreams, returns, dream_metrics = dreams.join()
-            losses["replay_value"] = self._replay_value_loss(batch, feature, returns)
-        metrics.update(dream_metrics)
-        return self._finish(losses, scalars, metrics, batch, states, beside=from_dreams)
+            dreams = dreaming.join()
+            learning = Aside(self._learn_from_dreams, dreams, scalars, device=self.device)
+            losses["replay_value"] = self._replay_value_loss(batch, feature, dreams.returns)
+        return self._finish(losses, scalars, metrics, batch, states, beside=learning)
 
     def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
         with self.autocast():
@@ -117,8 +129,9 @@ class DreamerWorkflow(DreamerActing):
             with torch.no_grad():
                 states, _ = self.infer(batch, noise["posterior"])
                 feature = self.rssm.feature(states)
-            losses, returns, metrics = self._dream_losses(states, scalars, noise)
-            losses["replay_value"] = self._replay_value_loss(batch, feature, returns)
+            dreams = self._dreams(states, noise)
+            losses, metrics = self._dream_losses(dreams, scalars)
+            losses["replay_value"] = self._replay_value_loss(batch, feature, dreams.returns)
         return self._finish(losses, scalars, metrics, batch, None)
 
     # ---------------------------------------------------------------- the two halves
@@ -130,7 +143,7 @@ class DreamerWorkflow(DreamerActing):
         posterior: torch.Tensor,  # (B, T, S, C) log probabilities
         feature: torch.Tensor,  # (B, T, F)
     ) -> tuple[Losses, dict[str, torch.Tensor]]:
-        """Losses (B, T) each, metrics."""
+        """Losses (0-d each), metrics."""
         context = self.settings.replay_context
         kl, metrics = kl_losses(posterior, self.rssm.prior(states["deter"]), self.settings.free_nats)
         obs = {key: value[:, context:] for key, value in batch.obs.items()}
@@ -142,33 +155,34 @@ class DreamerWorkflow(DreamerActing):
             "continue": self.continue_head.loss(self.continue_head(feature), alive),
             **kl,
         }
-        return losses, metrics
+        return mean_losses(losses), metrics
 
-    def _dream_losses(
-        self, states: State, scalars: Tensors, noise: Tensors
-    ) -> tuple[Losses, torch.Tensor, dict[str, torch.Tensor]]:
-        """Losses (N, H) of actor and critic in dreams from the last `starts` states of every sequence.
-
-        Also the returns (N, H) and metrics. Nothing here reaches the world model.
-        """
+    def _dreams(self, states: State, noise: Tensors) -> Dreams:
+        """Dreams from the last `starts` states of every sequence, with their returns."""
         s = self.settings
         start = {key: value[:, -s.starts :].detach().flatten(0, 1) for key, value in states.items()}
         # Without autocast's cache, which would give other streams this one's casts of the weights.
         with autocast(self.precision, self.device, cache=False):
             with torch.no_grad():
-                dream, action = self._dream(start, noise["prior"], noise["action"])
-                reward, cont = self.reward_head.predict(dream), self.continue_head.predict(dream)
-            losses, returns, metrics = actor_critic_losses(
-                self.actor,
-                self.critic,
-                self.return_computer,
-                feature=dream,
-                action=action,
-                reward=reward,
-                cont=cont,
-                entropy_scale=scalars["entropy"],
+                feature, action = self._dream(start, noise["prior"], noise["action"])
+                reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
+            return value_dreams(
+                self.critic, self.return_computer, feature=feature, action=action, reward=reward, cont=cont
             )
-        return losses, returns, {f"controller/{name}": value for name, value in metrics.items()}
+
+    def _dream_losses(self, dreams: Dreams, scalars: Tensors) -> tuple[Losses, dict[str, torch.Tensor]]:
+        """Losses (0-d) of actor and critic, metrics. Nothing here reaches the world model."""
+        with autocast(self.precision, self.device, cache=False):
+            losses, metrics = actor_critic_losses(
+                self.actor, self.critic, dreams, entropy_scale=scalars["entropy"]
+            )
+        return mean_losses(losses), {f"controller/{name}": value for name, value in metrics.items()}
+
+    def _learn_from_dreams(self, dreams: Dreams, scalars: Tensors) -> Learned:
+        losses, metrics = self._dream_losses(dreams, scalars)
+        with torch.autocast(self.device.type, enabled=False):
+            of = [*self.parts["actor"], *self.parts["critic"]]
+            return Learned(find_gradients(self._total(losses), of), losses, metrics)
 
     def _replay_value_loss(
         self,
@@ -176,12 +190,12 @@ class DreamerWorkflow(DreamerActing):
         feature: torch.Tensor,  # (B, T, F)
         returns: torch.Tensor,  # (N, H) of the dreams
     ) -> torch.Tensor:
-        """The critic on the replayed rewards, (B, starts - 1); its gradient may go on into the world model."""
+        """The critic on the replayed rewards (0-d); its gradient may go on into the world model."""
         starts = self.settings.starts
         last = batch.terminated | batch.truncated
         # A stream that was cut off (a restarted environment) shows only in the row that follows.
         last = torch.cat([last[:, :-1] | batch.is_first[:, 1:], last[:, -1:]], 1)
-        return replay_value_loss(
+        loss = replay_value_loss(
             self.critic,
             self.return_computer,
             feature=feature[:, -starts:],
@@ -191,6 +205,7 @@ class DreamerWorkflow(DreamerActing):
             bootstrap=returns[:, 0].unflatten(0, (-1, starts)),
             discount=self.settings.discount,
         )
+        return loss.mean()
 
     def _finish(
         self,
@@ -200,30 +215,28 @@ class DreamerWorkflow(DreamerActing):
         batch: Batch,
         states: State | None,  # latents to write back
         *,
-        beside: Losses
-        | None = None,  # more losses, of actor and critic alone: their gradients are found beside
+        beside: Aside[Learned] | None = None,  # what else is to be learned, found meanwhile
     ) -> UpdateResult:
-        loss, more = self._total(losses), None
+        with fast_path(self.fast):
+            step_metrics, masked = optimizer_step(
+                self._total(losses),
+                self.optimizers,
+                self.parts,
+                guard=self.guard,
+                learning_rate_scale=scalars["learning_rate_scale"],
+                max_grad_norm=self.settings.max_grad_norm or None,
+                average_gradients=self.average_gradients,
+                beside=None if beside is None else lambda: beside.join().gradients,
+            )
         if beside is not None:
-            of = [*self.parts["actor"], *self.parts["critic"]]
-            more = Aside(find_gradients, partial(self._total, beside), of, device=self.device)
-            losses = {**losses, **beside}
-        step_metrics, masked = optimizer_step(
-            loss,
-            self.optimizers,
-            self.parts,
-            guard=self.guard,
-            learning_rate_scale=scalars["learning_rate_scale"],
-            max_grad_norm=self.settings.max_grad_norm or None,
-            average_gradients=self.average_gradients,
-            beside=more,
-        )
+            losses = {**losses, **beside.join().losses}
+            metrics = {**metrics, **beside.join().metrics}
         if "critic" in losses:
             self.critic.update_slow(self.settings.slow_critic_rate)
-        metrics = {**metrics, **step_metrics}
         for name, value in losses.items():
             part = "controller/" if name in CONTROLLER_LOSSES else ""
-            metrics[f"{part}loss/{name}"] = value.detach().mean()
+            metrics[f"{part}loss/{name}"] = value.detach()
+        metrics = {**metrics, **step_metrics}
         return UpdateResult(metrics, self._latents_to_store(batch, states, masked))
 
     def _total(self, losses: Losses) -> torch.Tensor:

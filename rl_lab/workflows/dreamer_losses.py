@@ -7,7 +7,7 @@ probability belong to the state they arrive with, an action to the state it is t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,10 +16,15 @@ from rl_lab.components.nn.categorical import entropy, kl_divergence
 Losses = dict[str, torch.Tensor]
 
 
+def mean_losses(losses: Losses) -> Losses:
+    return {name: loss.mean() for name, loss in losses.items()}
+
+
 def total_loss(losses: Mapping[str, torch.Tensor], scales: Mapping[str, float]) -> torch.Tensor:
-    """Σ scale × mean. Both dicts must have the same keys: a loss without a scale is a mistake, and so is the reverse."""
+    """Σ scale × loss (0-d each). Both have the same keys: a loss without a scale is a mistake, and so is the reverse."""
     assert losses.keys() == scales.keys(), f"losses {sorted(losses)} but scales {sorted(scales)}"
-    return torch.stack([losses[name].mean() * scales[name] for name in losses]).sum()
+    scaled = [losses[name] if scales[name] == 1.0 else losses[name] * scales[name] for name in losses]
+    return torch.stack(scaled).sum()
 
 
 def kl_losses(
@@ -45,34 +50,56 @@ def kl_losses(
     return losses, metrics
 
 
-def actor_critic_losses(
-    actor: Any,
+class Dreams(NamedTuple):
+    """N dreams of H steps: what is known of them before anything is learned from them."""
+
+    feature: torch.Tensor  # (N, H+1, F) without gradient
+    action: torch.Tensor  # (N, H, …)
+    reward: torch.Tensor  # (N, H+1)
+    cont: torch.Tensor  # (N, H+1) discount included
+    value_logits: torch.Tensor  # (N, H+1, bins) with gradient
+    value: torch.Tensor  # (N, H+1)
+    returns: torch.Tensor  # (N, H)
+
+
+def value_dreams(
     critic: Any,
     return_computer: Any,
     *,
-    feature: torch.Tensor,  # (N, H+1, F) without gradient
-    action: torch.Tensor,  # (N, H, …)
-    reward: torch.Tensor,  # (N, H+1)
-    cont: torch.Tensor,  # (N, H+1) discount included
-    entropy_scale: torch.Tensor | float,
-) -> tuple[Losses, torch.Tensor, dict[str, torch.Tensor]]:
-    """REINFORCE with a baseline, for discrete and continuous actions alike, and two-hot regression on the returns.
-
-    returns: losses (N, H) each, the returns (N, H), metrics.
-    """
+    feature: torch.Tensor,
+    action: torch.Tensor,
+    reward: torch.Tensor,
+    cont: torch.Tensor,
+) -> Dreams:
+    """The critic's opinion of dreamed states, and the returns that follow from it."""
     value_logits = critic(feature)
     with torch.no_grad():
         value = critic.mean(value_logits)
         returns = return_computer(reward, cont, value)
+    return Dreams(feature, action, reward, cont, value_logits, value, returns)
+
+
+def actor_critic_losses(
+    actor: Any, critic: Any, dreams: Dreams, *, entropy_scale: torch.Tensor | float
+) -> tuple[Losses, dict[str, torch.Tensor]]:
+    """REINFORCE with a baseline, for discrete and continuous actions alike, and two-hot regression on the returns.
+
+    returns: losses (N, H) each, metrics.
+    """
+    feature, action, value, returns = dreams.feature, dreams.action, dreams.value[:, :-1], dreams.returns
+    with torch.no_grad():
         scale = actor.return_normalizer.update(returns)
-        advantage = (returns - value[:, :-1]) / scale
+        advantage = (returns - value) / scale
         # Probability of still being alive in each state; the starting state's own continue is part of it.
-        weight = torch.cumprod(cont, 1)[:, :-1]
-        slow = critic.slow_value(feature[:, :-1])
-    log_prob, policy_entropy = actor.log_prob_and_entropy(feature[:, :-1], action)
+        weight = torch.cumprod(dreams.cont, 1)[:, :-1]
+        slow = critic.slow_value(feature)[:, :-1]
+    # The last state is only judged, not acted in. It is left out behind the networks: cut off before, all the other
+    # features would have to be copied.
+    padded = torch.cat([action, action[:, -1:]], 1)
+    log_prob, policy_entropy = (x[:, :-1] for x in actor.log_prob_and_entropy(feature, padded))
     losses = {
         "actor": -weight * (log_prob * advantage + entropy_scale * policy_entropy),
-        "critic": weight * critic.loss(value_logits[:, :-1], returns, slow),
+        "critic": weight * critic.loss(dreams.value_logits[:, :-1], returns, slow),
     }
     normalizer = actor.return_normalizer
     metrics = {
@@ -81,12 +108,12 @@ def actor_critic_losses(
         "return_low": normalizer.low.clone(),
         "return_high": normalizer.high.clone(),
         "return_scale": scale,
-        "value_mean": value.mean(),
+        "value_mean": dreams.value.mean(),
         "advantage_size": advantage.abs().mean(),
-        "reward_mean": reward.mean(),
+        "reward_mean": dreams.reward.mean(),
         "alive_mean": weight.mean(),
     }
-    return losses, returns, metrics
+    return losses, metrics
 
 
 def replay_value_loss(

@@ -53,8 +53,8 @@ def test_clipping_limits_the_gradient_to_a_share_of_the_weights():
     parameter = nn.Parameter(torch.tensor([3.0, 4.0]))  # norm 5: gradients up to 1.5 pass
     optimizer = LaProp([parameter], lr=1.0)
     parameter.grad = torch.tensor([0.0, 30.0])
-    (clipped,) = optimizer._clipped_gradients(optimizer.param_groups[0], [parameter], torch.ones(()))
-    assert torch.allclose(clipped, torch.tensor([0.0, 1.5]))
+    (ratio,) = optimizer._clip_ratios(optimizer.param_groups[0], [parameter], [parameter.grad])
+    assert torch.allclose(parameter.grad / ratio, torch.tensor([0.0, 1.5]))
 
 
 def test_a_parameter_that_joins_later_has_its_own_count():

@@ -4,7 +4,6 @@ from torch import nn
 
 from rl_lab.components.nn.guard import NonFiniteGuard
 from rl_lab.components.nn.optim import LaProp
-from rl_lab.components.nn.side_stream import Aside
 from rl_lab.components.nn.training_step import find_gradients, optimizer_step
 
 
@@ -123,16 +122,16 @@ def test_gradients_found_beside_are_added_to_the_backward_pass():
     for apart in (False, True):
         net, optimizer, parts = case(OPTIMIZERS["laprop"])
 
-        def second(net=net):
-            return net["b"](torch.ones(2, 4)).abs().mean()  # reaches b alone
-
         first = loss_of(net, x)
+        second = net["b"](torch.ones(2, 4)).abs().mean()  # reaches b alone
         if apart:
-            found = Aside(find_gradients, second, list(net.parameters()), device=x.device)
-            assert [p is q for (p, _), q in zip(found.join().found, parts["b"], strict=True)] == [True, True]
-            metrics, _ = optimizer_step(first, [optimizer], parts, guard=NonFiniteGuard(), beside=found)
+            found = find_gradients(second, list(net.parameters()))
+            assert [p is q for (p, _), q in zip(found.found, parts["b"], strict=True)] == [True, True]
+            metrics, _ = optimizer_step(
+                first, [optimizer], parts, guard=NonFiniteGuard(), beside=lambda found=found: found
+            )
         else:
-            metrics, _ = optimizer_step(first + second(), [optimizer], parts, guard=NonFiniteGuard())
+            metrics, _ = optimizer_step(first + second, [optimizer], parts, guard=NonFiniteGuard())
         weights.append([p.detach().clone() for p in net.parameters()])
         losses.append((metrics["loss"].item(), metrics["grad_norm"].item()))
     torch.testing.assert_close(weights[1], weights[0])
@@ -142,5 +141,5 @@ def test_gradients_found_beside_are_added_to_the_backward_pass():
 def test_gradients_of_a_frozen_part_are_not_looked_for():
     net, _, _ = case(OPTIMIZERS["adam"])
     net.requires_grad_(False)
-    found = find_gradients(lambda: net["b"](torch.ones(2, 4)).mean(), list(net.parameters()))
+    found = find_gradients(net["b"](torch.ones(2, 4)).mean(), list(net.parameters()))
     assert found.found == [] and found.loss.shape == ()

@@ -3,6 +3,8 @@ import math
 import pytest
 import torch
 
+from rl_lab.components.controllers.dreamer import DreamerCriticController
+from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.heads import ContinueHead, TwoHotHead
 from rl_lab.components.nn.two_hot import TwoHot
 from rl_lab.errors import ConfigError
@@ -74,6 +76,61 @@ def test_gradient_moves_the_prediction_to_the_target():
         (gradient,) = torch.autograd.grad(two_hot.loss(logits, torch.tensor(3.0)), logits)
         logits = (logits - 1.0 * gradient).detach().requires_grad_()
     assert two_hot.mean(logits).item() == pytest.approx(3.0, rel=0.05)
+
+
+def special_values(two_hot):
+    """Beyond the ends, on them, on bins, between them, and zero."""
+    on_bins = [two_hot.bins[index].item() for index in (0, 5, 20, 21, -1)]
+    return torch.tensor([*on_bins, 0.0, -0.0, 0.3, -17.2, 1e12, -1e12, float("inf")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_fused_loss_is_the_plain_one(dtype, count):
+    torch.manual_seed(0)
+    two_hot = TwoHot(41)
+    values = special_values(two_hot)
+    targets = [values, values.roll(3)][:count]
+    targets = [target.view(3, 4) for target in targets]
+    inputs, weight = (torch.randn(3, 5, 41) * 3.0).to(dtype), torch.randn(3, 4)
+    results = []
+    for on in (False, True):
+        logits = inputs.clone().requires_grad_()
+        with fast_path(on):
+            loss = two_hot.loss(logits[:, :-1], *targets)
+        assert ("TwoHotCrossEntropy" in type(loss.grad_fn).__name__) == on
+        (loss * weight).sum().backward()
+        results.append((loss.detach(), logits.grad))
+    (plain, gradient), (fused, fused_gradient) = results
+    assert plain.shape == (3, 4) and fused.dtype == torch.float32 and fused_gradient.dtype == dtype
+    assert torch.allclose(fused, plain, rtol=1e-5, atol=1e-5)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    assert torch.allclose(fused_gradient.float(), gradient.float(), rtol=tolerance, atol=tolerance)
+    assert not fused_gradient[:, -1].any()
+
+
+def test_two_targets_add_up_and_a_target_keeps_its_gradient():
+    torch.manual_seed(0)
+    critic = DreamerCriticController(features=4, units=8, layers=1, bins=41)
+    two_hot, logits = critic.head.two_hot, torch.randn(7, 41)
+    first, second = torch.randn(2, 7) * 10.0
+    expected = two_hot.loss(logits, first) + two_hot.loss(logits, second)
+    wanted = first.clone().requires_grad_()
+    for on in (False, True):
+        with fast_path(on):
+            assert torch.allclose(critic.loss(logits, first, second), expected, atol=1e-5)
+            (gradient,) = torch.autograd.grad(two_hot.loss(logits, wanted).sum(), wanted)
+        assert gradient.abs().min() > 0.0
+
+
+def test_what_is_no_number_shows_in_the_loss():
+    two_hot, nan = TwoHot(41), float("nan")
+    logits = torch.zeros(3, 41)
+    logits[1, 4] = nan
+    for on in (False, True):
+        with fast_path(on):
+            loss = two_hot.loss(logits, torch.tensor([nan, 1.0, 2.0]))
+        assert loss.isnan().tolist() == [True, True, False]
 
 
 def test_even_number_of_bins_is_refused():

@@ -25,6 +25,7 @@ from rl_lab.components.nn.kernels.top_values import top_values
 from rl_lab.components.nn.kernels.two_hot_return import two_hot_return
 from rl_lab.components.nn.seeded_dropout import seed_word, seeded_dropout
 from rl_lab.components.nn.transformer import Transformer
+from rl_lab.components.nn.two_hot import TwoHot
 
 pytestmark = pytest.mark.gpu
 
@@ -231,6 +232,72 @@ def test_two_hot_return(steps: int, rows: int, bins: int, dtype: torch.dtype):
         assert found[2] == -1e9 and expected[2] == -1e9
         found[2] = expected[2] = 0.0
         agree(found, expected)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "bins, shape", [(255, (1024, 16)), (255, (16, 64)), (255, (5,)), (41, (3, 2, 2)), (3, ())]
+)
+def test_two_hot_mean(bins: int, shape: tuple[int, ...], dtype: torch.dtype):
+    torch.manual_seed(0)
+    two_hot, logits = TwoHot(bins), (torch.randn(*shape, bins) * 3.0).to(dtype)
+    expected, zero = two_hot.mean(logits), torch.full((*shape, bins), 1.7).to(dtype)
+    two_hot, logits = two_hot.cuda(), logits.cuda()
+    with fast_path():
+        found = two_hot.mean(logits)
+        assert found.shape == shape and found.dtype == torch.float32
+        agree(found, expected)
+        if shape:
+            agree(two_hot.mean(logits[1:-1]), expected[1:-1])
+        if len(shape) > 1:
+            agree(two_hot.mean(logits[:, :-1]), expected[:, :-1])
+        assert torch.equal(two_hot.mean(zero.cuda()).cpu(), torch.zeros(shape))
+        # Where a gradient is wanted, there is one.
+        logits.requires_grad_()
+        assert two_hot.mean(logits).requires_grad
+        with torch.no_grad():
+            agree(two_hot.mean(logits), expected)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "bins, shape", [(255, (1024, 15)), (255, (16, 63)), (255, (7, 1)), (255, (9,)), (41, (3, 4, 2)), (3, ())]
+)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("sliced", [True, False])
+def test_two_hot_loss(bins: int, shape: tuple[int, ...], count: int, sliced: bool, dtype: torch.dtype):
+    torch.manual_seed(0)
+    two_hot, sliced = TwoHot(bins), sliced and len(shape) > 1
+    wide = (shape[0], shape[1] + 1, *shape[2:]) if sliced else shape
+    inputs, weight = (torch.randn(*wide, bins) * 3.0).to(dtype), torch.randn(shape)
+    ends = torch.tensor([0.0, 1e12, -1e12, float("inf"), *two_hot.bins[[0, 1, bins // 2 + 1, -2, -1]]])
+    # The last axis is read at one place: targets lie apart, as a slice of a batch does.
+    special, common = ends[torch.randint(len(ends), (*shape, 2))], torch.randn(*shape, 2) * 100.0
+    targets = [torch.where(torch.rand(*shape, 2) < 0.5, special, common), common][:count]
+    results = []
+    for device in ("cpu", "cuda"):
+        two_hot, logits = two_hot.to(device), inputs.to(device, copy=True).requires_grad_()
+        with fast_path():
+            loss = two_hot.loss(
+                logits[:, :-1] if sliced else logits, *(t.to(device)[..., 1] for t in targets)
+            )
+        assert loss.shape == shape and loss.dtype == torch.float32
+        # Two gradients of the loss: one that lies as the loss does, and one number for all.
+        loss.backward(weight.to(device), retain_graph=True)
+        (even,) = torch.autograd.grad(loss.sum(), logits)
+        results.append((loss.detach(), logits.grad, even))
+    for expected, found in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        agree(found, expected, 2e-5 if found.dtype == torch.float32 else HALF)
+
+
+def test_two_hot_loss_of_what_is_no_number():
+    two_hot, logits, nan = TwoHot().cuda(), torch.zeros(3, 255, device="cuda"), float("nan")
+    logits[1, 4] = nan
+    with fast_path():
+        loss = two_hot.loss(logits, torch.tensor([nan, 1.0, 2.0], device="cuda"))
+        assert loss.isnan().tolist() == [True, True, False]
+        assert two_hot.mean(logits).isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ from dreamer_case import make_batch, make_dreamer, run_hook
 from rl_lab.components.nn.categorical import unimix_probs
 from rl_lab.components.nn.return_normalizer import ReturnNormalizer
 from rl_lab.components.return_computers.td_lambda import TDLambdaReturns
-from rl_lab.workflows.dreamer_losses import actor_critic_losses, kl_losses, replay_value_loss, total_loss
+from rl_lab.workflows.dreamer_losses import (
+    actor_critic_losses,
+    kl_losses,
+    replay_value_loss,
+    total_loss,
+    value_dreams,
+)
 
 
 class FakeActor:
@@ -41,18 +47,17 @@ class FakeCritic:
 def test_actor_and_critic_by_hand():
     # One dream of two steps: log-prob features 1, 2, 3; values 10, 20, 30; actions 1 and 2.
     feature = torch.tensor([[[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]])
-    losses, returns, metrics = actor_critic_losses(
-        FakeActor(),
+    dreams = value_dreams(
         FakeCritic(),
         TDLambdaReturns(lam=0.5),
         feature=feature,
         action=torch.tensor([[1.0, 2.0]]),
         reward=torch.tensor([[100.0, 1.0, 2.0]]),
         cont=torch.tensor([[0.9, 0.5, 0.25]]),
-        entropy_scale=0.1,
     )
+    losses, metrics = actor_critic_losses(FakeActor(), FakeCritic(), dreams, entropy_scale=0.1)
     # R[1] = 2 + 0.25·30 = 9.5; R[0] = 1 + 0.5·(0.5·20 + 0.5·9.5) = 8.375; the first reward plays no part.
-    assert torch.allclose(returns, torch.tensor([[8.375, 9.5]]))
+    assert torch.allclose(dreams.returns, torch.tensor([[8.375, 9.5]]))
     # Weights: 0.9 in the first state, 0.9·0.5 in the second. The return range is under 1, so nothing is scaled.
     advantage = torch.tensor([[8.375 - 10.0, 9.5 - 20.0]])
     log_prob = torch.tensor([[1.0, 4.0]])  # the action of a state is scored in that state
@@ -117,7 +122,7 @@ def test_each_half_of_the_kl_trains_its_own_side():
 
 
 def test_every_loss_needs_a_scale():
-    losses = {"a": torch.ones(2, 3), "b": torch.full((2,), 3.0)}
+    losses = {"a": torch.tensor(1.0), "b": torch.tensor(3.0)}
     assert total_loss(losses, {"a": 2.0, "b": 0.5}).item() == pytest.approx(3.5)
     with pytest.raises(AssertionError, match="scales"):
         total_loss(losses, {"a": 1.0})

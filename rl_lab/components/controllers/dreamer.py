@@ -119,9 +119,7 @@ class DreamerCriticController(nn.Module):
 
     def loss(self, logits: torch.Tensor, target: torch.Tensor, slow_target: torch.Tensor) -> torch.Tensor:
         """Cross entropy to the return, plus cross entropy to the slow copy's value: each (…) -> (…)."""
-        log_probs = torch.log_softmax(logits.float(), -1)
-        two_hot = self.head.two_hot
-        return two_hot.cross_entropy(log_probs, target) + two_hot.cross_entropy(log_probs, slow_target)
+        return self.head.loss(logits, target, slow_target)
 
     def update_slow(self, rate: float) -> None:
         self.slow.update(self.head, rate)

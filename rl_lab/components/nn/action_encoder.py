@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rl_lab.components.nn.kernels.normal_action import limit_action
 from rl_lab.records import ActionSpec
 
 
@@ -30,7 +31,7 @@ class ActionEncoder(nn.Module):
     def forward(self, action: torch.Tensor) -> torch.Tensor:
         """action: (…), (…, k) integers or (…, d) floats, as stored -> (…, size) float32."""
         if self.kind == "continuous":
-            return action / action.detach().abs().clamp(min=1.0)
+            return limit_action(action, action.dtype)
         if self.kind == "discrete":
             return (action.unsqueeze(-1) == self.choice).float()
         return (action[..., self.variable] == self.choice).float()

@@ -41,9 +41,11 @@ class TwoHotHead(nn.Module):
         """feature: (…, features) -> expected value (…)."""
         return self.two_hot.mean(self.mlp(feature))
 
-    def loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Logits (…, bins), target (…) -> cross entropy (…)."""
-        return self.two_hot.loss(logits, target)
+    def loss(
+        self, logits: torch.Tensor, target: torch.Tensor, second: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits (…, bins), target (…) -> cross entropy (…), plus that to a second target (…)."""
+        return self.two_hot.loss(logits, target, second)
 
 
 class ContinueHead(nn.Module):

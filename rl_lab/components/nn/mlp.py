@@ -31,5 +31,9 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, inputs) -> (…, outputs), or (…, units) without `outputs`."""
         for linear, norm in zip(self.linears, self.norms):
-            x = norm_silu(linear(x), norm.weight, norm.eps) if fast() else F.silu(norm(linear(x)))
+            if fast():
+                # The norm adds the bias: its backward pass finds the bias' gradient beside the weight's.
+                x = norm_silu(F.linear(x, linear.weight), norm.weight, norm.eps, linear.bias)
+            else:
+                x = F.silu(norm(linear(x)))
         return x if self.out is None else self.out(x)

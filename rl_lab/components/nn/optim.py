@@ -2,16 +2,21 @@
 
 LaProp (Ziyin et al. 2020) divides the gradient by its running size *before* the momentum, where Adam does so after.
 Written for CUDA graphs: steps and learning rate are device tensors, nothing is read by the host, work is done in
-foreach calls over all parameters.
+foreach calls over all parameters, on the fast path by one kernel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from rl_lab.components.nn.fast_path import fast
+
+if TYPE_CHECKING:
+    from rl_lab.components.nn.kernels.laprop_triton import FusedUpdate
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -72,12 +77,12 @@ class LaProp(torch.optim.Optimizer):
 
         # `go` is 1, or 0 when this update is masked; then the gradient is 0 and both decays are 1.
         go = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).to(steps[0])
-        grads = self._clipped_gradients(group, params, go)
+        grads = [p.grad for p in params if p.grad is not None]
+        ratios = self._clip_ratios(group, params, grads)
         # A list: a lone 0-d tensor would be taken for a number, and read by the host.
         torch._foreach_add_(steps, [go] * len(steps))
-        count = torch.stack(
-            steps
-        )  # (parameters,): a part that joins later has its own warm-up and bias correction
+        # (parameters,): a part that joins later has its own warm-up and bias correction
+        count = torch.stack(steps)
         rate = group["lr"] * go
         if group["warmup"]:
             rate = rate * ((count - 1.0) / group["warmup"]).clamp(max=1.0)
@@ -87,6 +92,14 @@ class LaProp(torch.optim.Optimizer):
         scale1 = rate / -torch.expm1(count * math.log(beta1))
         scale2 = (-torch.expm1(count * math.log(beta2))).rsqrt()
 
+        fused = self._fused_update(params, square, momentum) if fast() and go.is_cuda else None
+        if fused is not None:
+            fused(grads, torch.stack([ratios, scale1, scale2]), go, group["betas"], group["eps"])
+            return
+        grads = list(torch._foreach_div(grads, list(ratios.unbind())))
+        if self.found_inf is not None:
+            # A product with 0 would keep a NaN: it has to be chosen away.
+            grads = [grad.masked_fill(go == 0, 0.0) for grad in grads]
         torch._foreach_mul_(square, 1.0 - go * (1.0 - beta2))
         torch._foreach_addcmul_(square, grads, grads, value=1.0 - beta2)
         size = torch._foreach_sqrt(square)
@@ -94,21 +107,31 @@ class LaProp(torch.optim.Optimizer):
         torch._foreach_add_(size, group["eps"])
         torch._foreach_mul_(momentum, 1.0 - go * (1.0 - beta1))
         torch._foreach_addcdiv_(momentum, grads, size, value=1.0 - beta1)
-        torch._foreach_sub_(params, torch._foreach_mul(momentum, list(scale1.expand_as(count).unbind())))
+        torch._foreach_sub_(params, torch._foreach_mul(momentum, list(scale1.unbind())))
 
-    def _clipped_gradients(
-        self, group: dict[str, Any], params: list[torch.Tensor], go: torch.Tensor
-    ) -> list[torch.Tensor]:
-        grads = [p.grad for p in params if p.grad is not None]
-        if group["agc"]:
-            limits = torch.stack(torch._foreach_norm(params)).clamp(min=group["agc_floor"]) * group["agc"]
-            ratios = torch.stack(torch._foreach_norm(grads)) / limits
-            grads = list(torch._foreach_div(grads, list(ratios.clamp(min=1.0).unbind())))
-        if self.found_inf is not None:
-            # A product with 0 would keep a NaN: it has to be chosen away.
-            masked = go == 0
-            grads = [grad.masked_fill(masked, 0.0) for grad in grads]
-        return grads
+    @staticmethod
+    def _clip_ratios(
+        group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """What each gradient is divided by, (parameters,), at least 1."""
+        if not group["agc"]:
+            return torch.ones(len(params), device=params[0].device)
+        limits = torch.stack(torch._foreach_norm(params)).clamp(min=group["agc_floor"]) * group["agc"]
+        return (torch.stack(torch._foreach_norm(grads)) / limits).clamp(min=1.0)
+
+    def _fused_update(
+        self, params: list[torch.Tensor], square: list[torch.Tensor], momentum: list[torch.Tensor]
+    ) -> FusedUpdate | None:
+        """One kernel for all of it. None where it cannot be had: addresses are sent only outside a recording."""
+        from rl_lab.components.nn.kernels.laprop_triton import FusedUpdate, addresses_of, fits
+
+        known: dict[int, FusedUpdate] = self.__dict__.setdefault("_fused", {})
+        update = known.get(len(params))
+        if update is None or update.key != addresses_of(params, square, momentum):
+            if torch.cuda.is_current_stream_capturing() or not fits(params):
+                return None
+            update = known[len(params)] = FusedUpdate(params, square, momentum)
+        return update
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state = self.state[parameter]

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from rl_lab.components.nn.categorical import sample_index, unimix_probs
+from rl_lab.components.nn.kernels.normal_action import bounded_normal, sample_normal
 from rl_lab.records import ActionSpec
 
 
@@ -83,13 +84,11 @@ class NormalPolicy:
         self.max_std = max_std
 
     def _mean_std(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, std = raw.float().chunk(2, -1)
-        return torch.tanh(mean), (self.max_std - self.min_std) * torch.sigmoid(std + 2.0) + self.min_std
+        return bounded_normal(raw, self.min_std, self.max_std)
 
     def sample(self, raw: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """noise: (…, d) standard normal -> (…, d) float32."""
-        mean, std = self._mean_std(raw)
-        return mean + std * temperature * noise
+        return sample_normal(raw, noise, self.min_std, self.max_std, temperature)
 
     def mode(self, raw: torch.Tensor) -> torch.Tensor:
         return self._mean_std(raw)[0]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from rl_lab.components.nn.guard import NonFiniteGuard
-from rl_lab.components.nn.side_stream import Aside
 
 AverageGradients = Callable[[list[torch.Tensor]], None]
 
@@ -24,14 +23,13 @@ class Gradients(NamedTuple):
     found: list[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
-def find_gradients(loss: Callable[[], torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> Gradients:
-    """Gradients of a loss (0-d) that are not stored in the parameters. A function for work beside other work."""
-    value = loss()
+def find_gradients(loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Gradients:
+    """Gradients of a loss (0-d) that are not stored in the parameters: for work beside other work."""
     trained = [p for p in parameters if p.requires_grad]
-    if not trained or not value.requires_grad:
-        return Gradients(value.detach(), [])
-    found = zip(trained, torch.autograd.grad(value, trained, allow_unused=True))
-    return Gradients(value.detach(), [(p, gradient) for p, gradient in found if gradient is not None])
+    if not trained or not loss.requires_grad:
+        return Gradients(loss.detach(), [])
+    found = zip(trained, torch.autograd.grad(loss, trained, allow_unused=True))
+    return Gradients(loss.detach(), [(p, gradient) for p, gradient in found if gradient is not None])
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -60,7 +58,8 @@ def optimizer_step(
     learning_rate_scale: torch.Tensor | None = None,  # 0-d
     max_grad_norm: float | None = None,
     average_gradients: AverageGradients = keep_gradients,
-    beside: Aside[Gradients] | None = None,  # of further losses, found while this one goes backward
+    beside: Callable[[], Gradients]
+    | None = None,  # of further losses, asked for when this one has gone backward
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Backward, then one step of every optimizer whose parameters the loss reaches. Fixed shapes, no host reads.
 
@@ -75,7 +74,7 @@ def optimizer_step(
     loss.backward()
     loss = loss.detach()
     if beside is not None:
-        more = beside.join()
+        more = beside()
         loss = loss + more.loss
         _add_gradients(more)
     gradients = [

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.kernels.two_hot_loss import two_hot_cross_entropy, two_hot_encode
+from rl_lab.components.nn.kernels.two_hot_mean import two_hot_mean
 from rl_lab.components.nn.symlog import symexp
 from rl_lab.errors import ConfigError
 
@@ -36,19 +39,19 @@ class TwoHot(nn.Module):
         )
 
     def mean(self, logits: torch.Tensor) -> torch.Tensor:
-        """Expected value: (…, bins) -> (…).
+        """Expected value: (…, bins) -> (…). Equal logits give exactly 0."""
+        return two_hot_mean(logits, self.positive)
 
-        Each pair ±b is subtracted before anything is summed, so that equal logits give exactly 0: a plain sum would
-        leave rounding error of the largest bins (4.9e8) in the result.
-        """
-        probs = torch.softmax(logits.float(), -1)
-        half = self.count // 2
-        # Multiplied and summed, not a matrix product: autocast would do that in bfloat16.
-        return ((probs[..., half + 1 :] - probs[..., :half].flip(-1)) * self.positive).sum(-1)
-
-    def loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Cross entropy to a number: logits (…, bins), target (…) -> (…)."""
-        return self.cross_entropy(torch.log_softmax(logits.float(), -1), target)
+    def loss(
+        self, logits: torch.Tensor, target: torch.Tensor, second: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Cross entropy to a number, plus that to a second one: logits (…, bins), each target (…) -> (…)."""
+        given = target.requires_grad or (second is not None and second.requires_grad)
+        if fast() and not given:  # the fused form has no gradient for targets
+            return two_hot_cross_entropy(logits, self.bins, target, second)
+        log_probs = torch.log_softmax(logits.float(), -1)
+        loss = self.cross_entropy(log_probs, target)
+        return loss if second is None else loss + self.cross_entropy(log_probs, second)
 
     def cross_entropy(self, log_probs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """As `loss`, from log probabilities: two targets can share them."""
@@ -58,7 +61,4 @@ class TwoHot(nn.Module):
 
     def encode(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Index of the bin below (…), and the weight of the bin above it (…). Beyond the ends: the last bin."""
-        target = target.float().clamp(self.bins[0], self.bins[-1]).contiguous()
-        lower = (torch.bucketize(target, self.bins, right=True) - 1).clamp(0, self.count - 2)
-        below, above = self.bins[lower], self.bins[lower + 1]
-        return lower, (target - below) / (above - below)
+        return two_hot_encode(target, self.bins)

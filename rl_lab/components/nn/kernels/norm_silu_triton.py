@@ -66,6 +66,20 @@ def _backward_kernel(
         tl.store(gbias + at, sum_bias, mask=inside)
 
 
+@triton.jit
+def _sum_kernel(partial, out, programs, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    which = tl.program_id(1)  # weight, bias
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row[:, None] < programs) & (column[None, :] < F)
+        total += tl.load(
+            partial + (which * programs + row[:, None]) * F + column[None, :], mask=mask, other=0.0
+        )
+    tl.store(out + which * F + column, tl.sum(total, 0), mask=column < F)
+
+
 def _shape(features: int) -> tuple[int, int, int]:
     """Padded width, rows a program handles at once, warps."""
     block = triton.next_power_of_2(features)
@@ -108,15 +122,15 @@ def backward(
     if rows <= 4096:
         group = 1
     programs = min(PARTIALS, triton.cdiv(rows, group)) if parameters else triton.cdiv(rows, group)
-    shape = (programs, features) if parameters else (1, 1)
-    gweight = torch.empty(shape, dtype=torch.float32, device=x.device)
-    gbias = torch.empty(shape, dtype=torch.float32, device=x.device)
+    partial = torch.empty((2, programs, features) if parameters else (2, 1, 1), device=x.device)
     bias_stride = 0 if bias is None or bias.ndim == 1 else bias.stride(0)
     _backward_kernel[(programs,)](
-        grad, x, x if bias is None else bias, weight, gx, gweight, gbias, rows,
+        grad, x, x if bias is None else bias, weight, gx, partial[0], partial[1], rows,
         grad.stride(0), x.stride(0), bias_stride, gx.stride(0), eps,
         F=features, BLOCK=block, ROWS=group, HAS_BIAS=bias is not None, PARAMETERS=parameters, num_warps=warps,
     )  # fmt: skip
     if not parameters:
-        return gx, gweight, gbias
-    return gx, gweight.sum(0), gbias.sum(0)
+        return gx, partial[0], partial[1]
+    sums = torch.empty((2, features), device=x.device)
+    _sum_kernel[(triton.cdiv(features, 32), 2)](partial, sums, programs, F=features, ROWS=128, BLOCK=32)
+    return gx, sums[0], sums[1]

@@ -1,0 +1,66 @@
+"""On a GPU: LaProp's one kernel against its foreach form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.optim import LaProp
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(3, 5), (2048,), (2049,), (4, 3, 2, 2), (1,), (300, 70)]
+
+
+def make(agc: float) -> tuple[list[nn.Parameter], LaProp]:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in SHAPES]
+    parameters[3].data = parameters[3].data.to(memory_format=torch.channels_last)
+    return parameters, LaProp(parameters, lr=torch.tensor(0.05, device="cuda"), warmup=3, agc=agc)
+
+
+def set_gradients(parameters: list[nn.Parameter], step: int) -> torch.Tensor:
+    """Large and small ones; the first and the fifth update are masked, and hold a NaN."""
+    generator = torch.Generator("cuda").manual_seed(step)
+    masked = step in (0, 4)
+    for parameter in parameters:
+        size = 30.0 if step % 3 == 0 else 0.1
+        parameter.grad = torch.randn(parameter.shape, generator=generator, device="cuda") * size
+    if masked:
+        parameters[1].grad[5] = float("nan")  # type: ignore[index]
+    return torch.tensor(float(masked), device="cuda")
+
+
+@pytest.mark.parametrize("agc", [0.3, 0.0])
+def test_one_kernel_gives_the_numbers_of_many(agc: float):
+    many, plain = make(agc)
+    one, fused = make(agc)
+    for step in range(8):
+        for parameters, optimizer, on in ((many, plain, False), (one, fused, True)):
+            optimizer.found_inf = set_gradients(parameters, step)
+            with fast_path(on):
+                optimizer.step()
+        torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
+        for a, b in zip(one, many):
+            torch.testing.assert_close(fused.state[a], plain.state[b], rtol=1e-5, atol=1e-6)
+    assert fused.__dict__["_fused"], "the kernel was not used"
+
+
+def test_a_loaded_state_is_used():
+    """Loading gives the moments new addresses."""
+    first, optimizer = make(0.3)
+    second, other = make(0.3)
+    with fast_path():
+        optimizer.found_inf = set_gradients(first, 1)
+        optimizer.step()
+        other.found_inf = set_gradients(second, 2)
+        other.step()
+        other.load_state_dict(optimizer.state_dict())
+        for a, b in zip(first, second):
+            b.data.copy_(a.data)
+        for parameters, chosen in ((first, optimizer), (second, other)):
+            chosen.found_inf = set_gradients(parameters, 3)
+            chosen.step()
+    torch.testing.assert_close(second, first, rtol=0.0, atol=0.0)
