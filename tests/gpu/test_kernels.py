@@ -384,7 +384,7 @@ def test_dropout():
     seed, inputs, weight = torch.rand(()), torch.randn(3, 700), torch.randn(3, 700)
     results = []
     for device in ("cpu", "cuda"):
-        x = inputs.to(device).requires_grad_()
+        x = inputs.to(device, copy=True).requires_grad_()
         with fast_path():
             y = seeded_dropout(x, 0.3, seed.to(device))
         (y * weight.to(device)).sum().backward()
@@ -441,7 +441,7 @@ def test_causal_attention(dtype: torch.dtype, batch: int, tokens: int, heads: in
     grad, word = torch.randn(batch, tokens, heads * width).to(dtype), seed_word(torch.rand(()))
     results = []
     for device in ("cpu", "cuda"):
-        qkv = inputs.to(device).requires_grad_()
+        qkv = inputs.to(device, copy=True).requires_grad_()
         y = causal_attention.causal_attention(qkv, heads, 0.1, word.to(device))
         y.backward(grad.to(device))
         results.append((y.detach(), qkv.grad))

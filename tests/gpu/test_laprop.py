@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +59,7 @@ def test_a_loaded_state_is_used():
         optimizer.step()
         other.found_inf = set_gradients(second, 2)
         other.step()
-        other.load_state_dict(optimizer.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for a, b in zip(first, second):
             b.data.copy_(a.data)
         for parameters, chosen in ((first, optimizer), (second, other)):

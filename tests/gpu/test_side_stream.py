@@ -18,7 +18,7 @@ def chain(x: torch.Tensor, steps: int = 12) -> torch.Tensor:
 
     def one(value: torch.Tensor) -> torch.Tensor:
         for _ in range(8):
-            value = torch.tanh(value @ value.T) @ value / 16.0
+            value = torch.tanh(value @ value.T) @ value / 512.0
         return value
 
     late = Aside(one, x, device=DEVICE, lane=1)
