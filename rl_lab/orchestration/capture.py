@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 
-HIGH = -1  # priority of a stream; 0 is what others have
 EAGER_CALLS = 3  # before recording: cuBLAS handles, autotuning, optimizer state
 
 
@@ -88,9 +87,7 @@ class Capture:
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
-        # Before its side streams (nn/side_stream.py): what is long and narrow should not wait for what is wide.
-        stream = torch.cuda.Stream(self.device, priority=HIGH)
-        with torch.cuda.graph(graph, pool=Capture._pool, stream=stream):
+        with torch.cuda.graph(graph, pool=Capture._pool):
             self._result = self.function(*arguments)
         self._graph = graph
         Capture._pooled.add(graph)
