@@ -35,7 +35,9 @@ class DreamerActorController(nn.Module):
     ) -> None:
         super().__init__()
         self.policy = make_policy(spec.action, unimix=unimix)
-        self.mlp = MLP(features, units, layers, outputs=self.policy.width, out_scale=out_scale)
+        self.mlp = MLP(
+            features, units, layers, outputs=self.policy.width, out_scale=out_scale, float_out=True
+        )
         self.return_normalizer = ReturnNormalizer(
             rate=return_rate, low=return_low, high=return_high, limit=return_limit
         )

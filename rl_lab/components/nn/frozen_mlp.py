@@ -21,7 +21,8 @@ class FrozenMLP:
             self.layers.append((weight, linear.bias.detach(), norm.weight.detach(), norm.eps))
         self.out: tuple[torch.Tensor, torch.Tensor] | None = None
         if mlp.out is not None:
-            self.out = (mlp.out.weight.detach().to(dtype).t(), mlp.out.bias.detach().to(dtype))
+            last = torch.float32 if mlp.float_out else dtype
+            self.out = (mlp.out.weight.detach().to(last).t(), mlp.out.bias.detach().to(last))
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         """x: (N, inputs) -> what the last layer sees, (N, units)."""
@@ -32,4 +33,8 @@ class FrozenMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: (N, inputs) -> (N, outputs)."""
         x = self.hidden(x)
-        return x if self.out is None else torch.addmm(self.out[1], x, self.out[0])
+        if self.out is None:
+            return x
+        weight, bias = self.out
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.addmm(bias, x.to(bias.dtype), weight)

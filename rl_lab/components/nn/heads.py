@@ -27,7 +27,7 @@ class TwoHotHead(nn.Module):
         out_scale: float = 0.0,
     ) -> None:
         super().__init__()
-        self.mlp = MLP(features, units, layers, outputs=bins, out_scale=out_scale)
+        self.mlp = MLP(features, units, layers, outputs=bins, out_scale=out_scale, float_out=True)
         self.two_hot = TwoHot(bins, limit=limit)
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:
@@ -53,11 +53,11 @@ class ContinueHead(nn.Module):
 
     def __init__(self, *, features: int, units: int, layers: int, out_scale: float = 1.0) -> None:
         super().__init__()
-        self.mlp = MLP(features, units, layers, outputs=1, out_scale=out_scale)
+        self.mlp = MLP(features, units, layers, outputs=1, out_scale=out_scale, float_out=True)
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:
         """feature: (…, features) -> logit (…)."""
-        return self.mlp(feature).squeeze(-1).float()
+        return self.mlp(feature).squeeze(-1)
 
     def predict(self, feature: torch.Tensor) -> torch.Tensor:
         """feature: (…, features) -> probability (…)."""

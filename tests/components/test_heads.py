@@ -1,0 +1,52 @@
+"""The last layer of heads and policy is not rounded when products are done in bfloat16."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_lab.components.controllers.dreamer import DreamerActorController
+from rl_lab.components.nn.frozen_mlp import FrozenMLP
+from rl_lab.components.nn.heads import ContinueHead, TwoHotHead
+from rl_lab.components.nn.mlp import MLP
+from rl_lab.records import ActionSpec, ArraySpec, Spec
+
+SPEC = Spec("heads", {"x": ArraySpec((3,), "float32")}, ActionSpec("continuous", (2,)))
+
+
+def test_heads_and_policy_give_float32_that_bfloat16_cannot_hold():
+    torch.manual_seed(0)
+    feature = torch.randn(8, 16)
+    heads = (
+        TwoHotHead(features=16, units=32, layers=1, out_scale=1.0),
+        ContinueHead(features=16, units=32, layers=1),
+        DreamerActorController(spec=SPEC, features=16, units=32, out_scale=1.0),
+    )
+    for head in heads:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = head(feature)
+        assert result.dtype == torch.float32
+        assert not torch.equal(result, result.bfloat16().float())
+
+
+def test_a_value_moves_by_less_than_a_rounded_logit_could_show():
+    """Of two bins around 450, one logit is raised by a thousandth: the value follows, rounded logits do not."""
+    head = TwoHotHead(features=1, units=1, layers=1)
+    logits = torch.full((255,), -5.0)
+    lower, _ = head.two_hot.encode(torch.tensor(450.0))
+    logits[lower], logits[lower + 1] = 9.0, 9.2
+    raised = logits.clone()
+    raised[lower + 1] += 0.001
+    assert 0.0 < (head.mean(raised) - head.mean(logits)).item() < 0.1
+    assert head.mean(raised.bfloat16()) == head.mean(logits.bfloat16())
+
+
+def test_frozen_weights_do_the_same():
+    torch.manual_seed(0)
+    for float_out in (False, True):
+        mlp = MLP(16, 32, 2, outputs=5, float_out=float_out)
+        x = torch.randn(8, 16)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = mlp(x)
+            found = FrozenMLP(mlp, torch.bfloat16)(x.bfloat16())
+        assert found.dtype == expected.dtype == (torch.float32 if float_out else torch.bfloat16)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
