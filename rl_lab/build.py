@@ -19,9 +19,9 @@ from torch import nn
 from rl_lab.build_environments import build_evaluator, population_environment, training_environment
 from rl_lab.build_environments import environment_spec as environment_spec
 from rl_lab.environments.make import env_config_options
-from rl_lab.errors import ConfigError, LabError, closest
+from rl_lab.errors import ConfigError, LabError, closest, reject_unknown
 from rl_lab.launch.runtime import resolve_device
-from rl_lab.orchestration.cadence import EVERY_KEYS, Every, reject_unknown_keys
+from rl_lab.orchestration.cadence import EVERY_KEYS, Every
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.evolution import Generations
 from rl_lab.orchestration.hook_runner import HookRunner
@@ -340,7 +340,7 @@ def build_cadences(training: DictConfig) -> Cadences:
     cadences = {}
     for name in ("log", "evaluate", "report", "checkpoint"):
         node = _plain(training[name]) or {}
-        reject_unknown_keys(f"training.{name}", node, known)
+        reject_unknown(f"training.{name}", node, known)
         cadences[name] = Every.from_config(node)
     epochs = training.checkpoint.get("epoch_weights")
     cadences["epoch_weights"] = Every.from_config({"every_cycles": epochs or None})

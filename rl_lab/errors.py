@@ -45,6 +45,14 @@ def closest(name: str, known: Iterable[str], limit: int = 3) -> str:
     return f"{hint} Known: {shown or 'none'}."
 
 
+def reject_unknown(where: str, node: Iterable[object], known: Iterable[str]) -> None:
+    """Every key of a config's node must be known: a mistyped one would be left out without a word."""
+    names = set(known)
+    for key in node:
+        if key not in names:
+            raise ConfigError(f"{where} has an unknown key '{key}'.{closest(str(key), names)}")
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """An exception of anyone's as "KeyError: 'name'": its type and the first line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

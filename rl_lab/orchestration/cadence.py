@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import ConfigError
 
 # Counters that a cadence may follow, by the name of its key in YAML.
 EVERY_KEYS = {"every_env_steps": "env_steps", "every_updates": "updates", "every_cycles": "cycles"}
@@ -88,9 +88,3 @@ class Ratio:
 
     def pay(self) -> None:
         self.credit -= 1.0
-
-
-def reject_unknown_keys(where: str, node: Mapping[str, Any], known: set[str]) -> None:
-    for key in node:
-        if key not in known:
-            raise ConfigError(f"{where} has an unknown key '{key}'.{closest(str(key), known)}")

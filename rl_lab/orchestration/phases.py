@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_lab.errors import ConfigError, closest
-from rl_lab.orchestration.cadence import EVERY_KEYS, reject_unknown_keys
+from rl_lab.errors import ConfigError, closest, reject_unknown
+from rl_lab.orchestration.cadence import EVERY_KEYS
 
 PHASE_TYPES = ("online", "offline", "eval_only")
 BUILT_IN_HOOKS = ("collect", "evaluate")
@@ -109,7 +109,7 @@ def _flatten(
             )
         if "phases" in node:
             group = f"{where}[{number}]"
-            reject_unknown_keys(group, node, {"repeat", "phases"})
+            reject_unknown(group, node, {"repeat", "phases"})
             repeat = node.get("repeat", 1)
             if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 1:
                 raise ConfigError(f"{group}.repeat must be a whole number of at least 1, not {repeat!r}")
@@ -123,7 +123,7 @@ def _flatten(
 def _phase(
     node: Mapping[str, Any], hooks: Mapping[str, HookInfo], buffers: list[str], iteration: int, where: str
 ) -> PhaseDefinition:
-    reject_unknown_keys(where, node, _PHASE_KEYS)
+    reject_unknown(where, node, _PHASE_KEYS)
     name = str(node.get("name", where))
     where = f"phase '{name}'"
     phase_type = node.get("type", "online")
@@ -177,7 +177,7 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str) -> HookUse:
     kind = name if name in BUILT_IN_HOOKS else hooks[name].kind
     where = f"{where}, hook '{name}'"
     keys = {"collect": _COLLECT_KEYS, "evaluate": _EVALUATE_KEYS}.get(kind, _HOOK_KEYS)
-    reject_unknown_keys(where, node, keys)
+    reject_unknown(where, node, keys)
     every = {
         EVERY_KEYS[key]: _count(where, key, node[key]) for key in EVERY_KEYS if node.get(key) is not None
     }

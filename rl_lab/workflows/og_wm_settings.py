@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rl_lab.errors import ConfigError
+from rl_lab.errors import ConfigError, reject_unknown
 from rl_lab.records import EarlyStop
-from rl_lab.workflows.settings import read_loss_scales, reject_unknown, require_all, require_choice
+from rl_lab.workflows.settings import read_loss_scales, require_all, require_choice
 
 MEMORIES = ("h", "hc", "none")
 LOSSES = ("latent", "reward", "done")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import ConfigError, closest, reject_unknown
 
 
 def require_all(settings: type, algorithm: Mapping[str, Any], group: str) -> None:
@@ -17,12 +17,6 @@ def require_all(settings: type, algorithm: Mapping[str, Any], group: str) -> Non
             f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
             f"add `- /algorithm: {group}` to the experiment's defaults, which states them all"
         )
-
-
-def reject_unknown(path: str, node: Mapping[str, Any], known: Collection[str]) -> None:
-    for key in node:
-        if key not in known:
-            raise ConfigError(f"{path} has no '{key}'.{closest(str(key), known)}")
 
 
 def require_choice(path: str, value: Any, allowed: Sequence[str]) -> None:

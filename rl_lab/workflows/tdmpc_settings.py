@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_lab.errors import ConfigError
-from rl_lab.workflows.settings import read_loss_scales, reject_unknown, require_all
+from rl_lab.errors import ConfigError, reject_unknown
+from rl_lab.workflows.settings import read_loss_scales, require_all
 
 LOSSES = ("consistency", "reward", "value", "termination")
 SCHEDULES = ("steps", "min_std", "horizon")
