@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import rl_lab
+from rl_lab.tools.curves import Metrics
 from rl_lab.tools.evaluate import evaluate_run
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
@@ -24,6 +25,22 @@ def test_dreamer_learns_which_action_the_cue_asks_for(tmp_path: Path):
     words += ["training.total_timesteps=2000", "training.evaluate.every_env_steps=1000"]
     run = rl_lab.train("dreamer_cartpole", [*words, *QUIET, f"run_dir={tmp_path / 'run'}"])
     assert run.eval_return_mean is not None and run.eval_return_mean > 4
+
+
+@pytest.mark.learning
+def test_dreamers_value_of_a_constant_reward_is_its_horizon(tmp_path: Path):
+    """Reward 1 for ever and a discount of 1 - 1/20: 20. Episodes are cut off, which must not look like an end."""
+    words = [
+        "environment.task=constant_env:Constant",
+        "environment.workers=0",
+        "algorithm.discount_horizon=20",
+    ]
+    words += ["algorithm.batch_size=8", "algorithm.batch_length=8", "algorithm.imagination_horizon=8"]
+    words += ["algorithm.imagination_last=4", "algorithm.train_ratio=16", "training.total_timesteps=3600"]
+    words += ["training.evaluate.every_env_steps=null"]
+    run = rl_lab.train("dreamer_cartpole", [*words, *QUIET, f"run_dir={tmp_path / 'run'}"])
+    values = Metrics.read(run.path / "metrics.jsonl").curve("controller/value_mean", over="updates").finite()
+    assert 18.0 < values.y[-1] < 21.0
 
 
 def test_a_random_policy_does_not(tmp_path: Path):
