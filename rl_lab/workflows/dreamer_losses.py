@@ -109,6 +109,7 @@ def actor_critic_losses(
         "return_high": normalizer.high.clone(),
         "return_scale": scale,
         "value_mean": dreams.value.mean(),
+        "value_rise": (dreams.value[:, -1] - dreams.value[:, 0]).mean(),
         "advantage_size": advantage.abs().mean(),
         "reward_mean": dreams.reward.mean(),
         "alive_mean": weight.mean(),

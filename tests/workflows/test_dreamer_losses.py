@@ -65,6 +65,7 @@ def test_actor_and_critic_by_hand():
     assert torch.allclose(losses["actor"], expected)
     assert torch.allclose(losses["critic"], torch.tensor([[0.9, 0.45]]) * advantage)
     assert metrics["return_scale"].item() == 1.0
+    assert metrics["value_rise"].item() == 20.0
 
 
 def test_replay_value_by_hand():
