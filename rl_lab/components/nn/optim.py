@@ -126,11 +126,12 @@ class LaProp(torch.optim.Optimizer):
         from rl_lab.components.nn.kernels.laprop_triton import FusedUpdate, addresses_of, fits
 
         known: dict[int, FusedUpdate] = self.__dict__.setdefault("_fused", {})
-        update = known.get(len(params))
+        first = params[0].data_ptr()  # one for each group
+        update = known.get(first)
         if update is None or update.key != addresses_of(params, square, momentum):
             if torch.cuda.is_current_stream_capturing() or not fits(params):
                 return None
-            update = known[len(params)] = FusedUpdate(params, square, momentum)
+            update = known[first] = FusedUpdate(params, square, momentum)
         return update
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
