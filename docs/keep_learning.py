@@ -113,7 +113,14 @@ def draw(picture: Path, names: list[str]) -> None:
                 points = [(float(r["frames"]), float(r[column])) for r in rows if r.get(column)]
                 if points:
                     width = 1.0 if column == "train_return" else 2.0
-                    handles[label] = axes.plot(*zip(*points), color=color, linewidth=width)[0]
+                    marker = "o" if len(points) == 1 else ""
+                    handles[label] = axes.plot(*zip(*points), marker=marker, color=color, linewidth=width)[0]
+            color = next(palette)
+            for final in kept.get("final_evaluations", {}).values():
+                mean, (low, high) = final["return_mean"], final["return_intervals"]["mean"]
+                place, reach = final["step"] * kept["frames"] / kept["steps"], [[mean - low], [high - mean]]
+                drawn = axes.errorbar([place], [mean], reach, fmt="s", color=color, markersize=4, capsize=3)
+                handles["fresh episodes, 95 % of the mean"] = drawn
             if kept["published_by_frames"]:
                 published = sorted((float(x), y) for x, y in kept["published_by_frames"].items())
                 handles["published"] = axes.plot(*zip(*published), "D", color=next(palette), markersize=5)[0]

@@ -111,7 +111,7 @@ class DreamerWorkflow(DreamerActing):
             feature = self.rssm.feature(states)
             # A GPU dreams while it looks at reconstructions, and learns from the dreams while it goes back through the
             # sequence, whose small steps leave most of it idle.
-            dreaming = Aside(self._dreams, states, noise, device=self.device)
+            dreaming = Aside(self._valued_dreams, states, noise, device=self.device)
             losses, metrics = self._world_model_losses(batch, states, posterior, feature)
             dreams = dreaming.join()
             learning = Aside(self._learn_from_dreams, dreams, scalars, device=self.device)
@@ -129,7 +129,7 @@ class DreamerWorkflow(DreamerActing):
             with torch.no_grad():
                 states, _ = self.infer(batch, noise["posterior"])
                 feature = self.rssm.feature(states)
-            dreams = self._dreams(states, noise)
+            dreams = self._valued_dreams(states, noise)
             losses, metrics = self._dream_losses(dreams, scalars)
             losses["replay_value"] = self._replay_value_loss(batch, feature, dreams.returns)
         return self._finish(losses, scalars, metrics, batch, None)
@@ -157,7 +157,7 @@ class DreamerWorkflow(DreamerActing):
         }
         return mean_losses(losses), metrics
 
-    def _dreams(self, states: State, noise: Tensors) -> Dreams:
+    def _valued_dreams(self, states: State, noise: Tensors) -> Dreams:
         """Dreams from the last `starts` states of every sequence, with their returns."""
         s = self.settings
         start = {key: value[:, -s.starts :].detach().flatten(0, 1) for key, value in states.items()}
@@ -180,7 +180,7 @@ class DreamerWorkflow(DreamerActing):
 
     def _learn_from_dreams(self, dreams: Dreams, scalars: Tensors) -> Learned:
         losses, metrics = self._dream_losses(dreams, scalars)
-        with torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False):  # as any backward pass
             of = [*self.parts["actor"], *self.parts["critic"]]
             return Learned(find_gradients(self._total(losses), of), losses, metrics)
 

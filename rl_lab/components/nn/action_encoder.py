@@ -28,10 +28,10 @@ class ActionEncoder(nn.Module):
             "choice", torch.tensor([c for _, c in pairs], dtype=torch.int64), persistent=False
         )
 
-    def forward(self, action: torch.Tensor) -> torch.Tensor:
-        """action: (…), (…, k) integers or (…, d) floats, as stored -> (…, size) float32."""
+    def forward(self, action: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """action: (…), (…, k) integers or (…, d) floats, as stored -> (…, size) of `dtype`."""
         if self.kind == "continuous":
-            return limit_action(action, action.dtype)
+            return limit_action(action, dtype)
         if self.kind == "discrete":
-            return (action.unsqueeze(-1) == self.choice).float()
-        return (action[..., self.variable] == self.choice).float()
+            return (action.unsqueeze(-1) == self.choice).to(dtype)
+        return (action[..., self.variable] == self.choice).to(dtype)

@@ -24,6 +24,11 @@ def fast() -> bool:
     return getattr(_state, "on", False)
 
 
+def fast_without_gradient(x: torch.Tensor) -> bool:
+    """Whether a kernel that knows no gradient may work on x here."""
+    return x.is_cuda and fast() and not (x.requires_grad and torch.is_grad_enabled())
+
+
 @contextlib.contextmanager
 def fast_path(on: bool = True) -> Iterator[None]:
     """Fast forms inside the block."""

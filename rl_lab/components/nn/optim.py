@@ -54,6 +54,7 @@ class LaProp(torch.optim.Optimizer):
             "capturable": True,
         }
         super().__init__(params, defaults)
+        self._fused: dict[int, FusedUpdate] = {}  # by the address of a group's first parameter
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
@@ -125,13 +126,12 @@ class LaProp(torch.optim.Optimizer):
         """One kernel for all of it. None where it cannot be had: addresses are sent only outside a recording."""
         from rl_lab.components.nn.kernels.laprop_triton import FusedUpdate, addresses_of, fits
 
-        known: dict[int, FusedUpdate] = self.__dict__.setdefault("_fused", {})
-        first = params[0].data_ptr()  # one for each group
-        update = known.get(first)
+        first = params[0].data_ptr()
+        update = self._fused.get(first)
         if update is None or update.key != addresses_of(params, square, momentum):
             if torch.cuda.is_current_stream_capturing() or not fits(params):
                 return None
-            update = known[first] = FusedUpdate(params, square, momentum)
+            update = self._fused[first] = FusedUpdate(params, square, momentum)
         return update
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:

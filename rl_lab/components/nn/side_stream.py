@@ -21,7 +21,8 @@ _streams: dict[tuple[int, int], Any] = {}
 class Aside(Generic[T]):
     """Starts work(*inputs) on a lane's stream; `join` gives its result, which the current stream may use from then on.
 
-    Work of one lane is done in order. It has to be joined, and without gradients: those would not come back.
+    Work of one lane is done in order. It has to be joined, and without gradients for others: what it gives may go on
+    backward only in later work of the same lane.
     On the CPU, and on the plain path, it is a call.
     """
 

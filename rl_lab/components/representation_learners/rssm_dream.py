@@ -9,7 +9,6 @@ import torch
 
 from rl_lab.components.nn.frozen_mlp import FrozenMLP
 from rl_lab.components.nn.kernels.latent import sample_latent
-from rl_lab.components.nn.kernels.normal_action import limit_action
 from rl_lab.components.nn.kernels.recurrent import EnterWeights, enter, gates, mix
 from rl_lab.components.nn.precision import product_dtype
 from rl_lab.components.representation_learners.rssm_scan import split_layer
@@ -59,10 +58,7 @@ class FrozenDynamics:
     ) -> torch.Tensor:
         """The next memory (N, D) float32."""
         rssm, gru, width = self.rssm, self.rssm.gru, self.rssm.deter
-        encoder = rssm.action_encoder
-        continuous = encoder.kind == "continuous"
-        seen = limit_action(action, self.dtype) if continuous else encoder(action).to(self.dtype)
-        encoded = self.action_in(seen)
+        encoded = self.action_in(rssm.action_encoder(action, self.dtype))
         from_action = torch.addmm(self.layer_bias, encoded, self.action)
         from_deter = feature[:, :width] @ self.deter_weight
         from_stoch = feature[:, width:] @ self.stoch_weight

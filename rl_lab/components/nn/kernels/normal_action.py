@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.fast_path import fast_without_gradient
 
 
 def sample_normal(
@@ -15,7 +15,7 @@ def sample_normal(
     temperature: float,
 ) -> torch.Tensor:
     """Actions (…, d) float32."""
-    if raw.is_cuda and fast() and not (raw.requires_grad and torch.is_grad_enabled()):
+    if fast_without_gradient(raw):
         from rl_lab.components.nn.kernels import normal_action_triton
 
         return normal_action_triton.sample_normal(raw, noise, min_std, max_std, temperature)
@@ -31,7 +31,7 @@ def bounded_normal(raw: torch.Tensor, min_std: float, max_std: float) -> tuple[t
 
 def limit_action(action: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Actions (…, d) limited to [-1, 1], as a dream's dynamics read them; no gradient through the limit."""
-    if action.is_cuda and fast() and not (action.requires_grad and torch.is_grad_enabled()):
+    if fast_without_gradient(action):
         from rl_lab.components.nn.kernels import normal_action_triton
 
         return normal_action_triton.limit_action(action, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.fast_path import fast_without_gradient
 
 
 def two_hot_mean(logits: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
@@ -13,7 +13,7 @@ def two_hot_mean(logits: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
     Each pair ±b is subtracted before anything is summed, so that equal logits give exactly 0: a plain sum would
     leave rounding error of the largest bins (4.9e8) in the result.
     """
-    if logits.is_cuda and fast() and not (torch.is_grad_enabled() and logits.requires_grad):
+    if fast_without_gradient(logits):
         from rl_lab.components.nn.kernels import two_hot_mean_triton
 
         return two_hot_mean_triton.mean(logits, positive)
