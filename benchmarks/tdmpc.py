@@ -48,7 +48,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     parser.add_argument("--updates", type=int, default=50, help="timed calls of each")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
-    parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
+    parser.add_argument("--plain", action="store_true", help="without fused kernels (training.fast_path=off)")
     parser.add_argument("--eager", action="store_true", help="without capture")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update and one plan")
     parser.add_argument("--no-parity", action="store_true", help="leave out the comparison with eager calls")
@@ -108,7 +108,8 @@ class Case:
         )
         words = ["experiment=tdmpc2_dmc_state", f"tdmpc_size={size}", f"experiment.device={device}"]
         words += [f"algorithm.batch_size={options.batch}", f"algorithm.horizon={options.horizon}"]
-        words += [f"algorithm.plan.samples={options.samples}", f"algorithm.compile={options.compile}"]
+        words += [f"algorithm.plan.samples={options.samples}"]
+        words += [f"training.fast_path={'off' if options.plain else 'auto'}"]
         words += [f"algorithm.plan.elites={min(64, options.samples // 2)}"]
         words += [f"algorithm.plan.policy_samples={min(24, options.samples // 4)}"]
         words += [f"buffers.replay.capacity={ROWS}", "environment.num_envs=1"]

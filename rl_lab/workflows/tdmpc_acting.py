@@ -15,10 +15,10 @@ from rl_lab.components.controllers.latent_model import LatentModel, control
 from rl_lab.components.controllers.q_ensemble import choose_pair
 from rl_lab.components.nn.action_encoder import ActionEncoder
 from rl_lab.components.nn.cast_copy import CastCopy
-from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.fast_path import fast_path, resolve_fast_path
 from rl_lab.components.nn.policies import make_policy
 from rl_lab.components.nn.precision import autocast, resolve_precision
-from rl_lab.components.nn.regional_compile import compiling, resolve_compile
+from rl_lab.components.nn.regional_compile import compiling
 from rl_lab.components.nn.stored_action import stored_action
 from rl_lab.components.nn.tensor_float import tensor_float
 from rl_lab.records import ActMode, Batch, Dreamed, Imagined, NoiseSpec
@@ -63,6 +63,7 @@ class TDMPCActing(WorldModelWorkflow):
         self.action_encoder = ActionEncoder(self.spec.action).to(self.device)
         tasks = self.spec.observations["task"].shape[0] if self.multi_task else 1
         self.discounts = torch.tensor(s.discounts(tasks), device=self.device)
+        self.fast = resolve_fast_path(context.config.training.get("fast_path", "auto"), self.device)
         self._set_precision(str(context.config.training.precision))
         self._env_steps = 0  # what the planner's schedule goes by
         self._sent: dict[str, float] = {}  # numbers of the last call, as `_numbers` holds them on the device
@@ -74,7 +75,6 @@ class TDMPCActing(WorldModelWorkflow):
         auto = precision == "auto"
         self.tensor_float = auto and self.device.type == "cuda"
         self.autocast = partial(autocast, torch.float32 if auto else dtype, self.device)
-        self.compiled = resolve_compile(self.settings.compile, self.device)
         parts: dict[str, nn.Module] = {
             "dynamics": self.dynamics,
             "reward_head": self.reward_head,
@@ -87,7 +87,13 @@ class TDMPCActing(WorldModelWorkflow):
 
     @contextlib.contextmanager
     def _fast(self) -> Iterator[None]:
-        with fast_path(self.compiled), tensor_float(self.tensor_float):
+        with fast_path(self.fast), tensor_float(self.tensor_float):
+            yield
+
+    @contextlib.contextmanager
+    def _fast_plan(self) -> Iterator[None]:
+        """A plan's small functions have no Triton kernels of their own: torch compiles them."""
+        with self._fast(), compiling(self.fast and self.device.type == "cuda"):
             yield
 
     def _task(self, about: Observations) -> TaskRows:
@@ -142,8 +148,8 @@ class TDMPCActing(WorldModelWorkflow):
         with self._fast():
             task = self._task(obs)
             latent = self.encoder(obs, *task.embedding)
-            with compiling(self.compiled):
-                action, memory = self.plan(latent, task, policy_state["plan"], is_first, noise, scalars)
+        with self._fast_plan():
+            action, memory = self.plan(latent, task, policy_state["plan"], is_first, noise, scalars)
         return action, {"plan": memory}, {}
 
     def plan(
@@ -256,7 +262,7 @@ class TDMPCActing(WorldModelWorkflow):
         n = len(state["latent"])
         going_on = torch.zeros(n, dtype=torch.bool, device=self.device)
         noise = self._draw(self.act_noise(n), mode.generator)
-        with self._fast(), compiling(self.compiled):
+        with self._fast_plan():
             action, memory = self.plan(
                 state["latent"], self._task(state), state["plan"], going_on, noise, self._scalars_of(mode)
             )

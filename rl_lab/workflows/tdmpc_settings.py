@@ -58,7 +58,6 @@ class TDMPCSettings:
     loss_limit: float
     loss_scales: dict[str, float]
     plan_schedule: PlanSchedule | None
-    compile: str | bool
 
     @classmethod
     def from_config(cls, algorithm: Mapping[str, Any]) -> TDMPCSettings:
@@ -84,7 +83,6 @@ class TDMPCSettings:
             loss_limit=float(algorithm["loss_limit"]),
             loss_scales=read_loss_scales(algorithm, LOSSES),
             plan_schedule=_schedule(algorithm["plan_schedule"]),
-            compile=algorithm["compile"],
         )
         if settings.horizon < 1:
             raise ConfigError(f"algorithm.horizon is {settings.horizon}; it must be at least 1")

@@ -12,7 +12,7 @@ from rl_lab.components.nn.kernels.two_hot_return import two_hot_return
 from rl_lab.components.nn.latent_heads import TerminationHead
 from rl_lab.components.nn.normed_mlp import Layer, NormedMLP, activate, pad_to
 from rl_lab.components.nn.random_shift import random_shift
-from rl_lab.components.nn.regional_compile import compiling, resolve_compile
+from rl_lab.components.nn.regional_compile import compiling
 from rl_lab.components.nn.running_scale import RunningScale
 from rl_lab.components.nn.symlog_two_hot import SymlogTwoHot
 from rl_lab.components.nn.task_embedding import TaskEmbedding
@@ -131,13 +131,6 @@ def test_tensor_float_holds_for_a_block_only():
     assert torch.backends.cuda.matmul.allow_tf32 == before
     with tensor_float(False):
         assert torch.backends.cuda.matmul.allow_tf32 == before
-
-
-def test_compile_choices():
-    assert not resolve_compile("auto", "cpu") and resolve_compile("auto", "cuda")
-    assert resolve_compile(True, "cpu") and not resolve_compile("off", "cuda")
-    with pytest.raises(ConfigError, match=r"algorithm\.compile"):
-        resolve_compile("maybe", "cpu")
 
 
 @pytest.mark.parametrize("activation, group", [("mish", 1), ("simnorm", 4)])

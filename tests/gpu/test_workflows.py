@@ -17,12 +17,12 @@ from rl_lab.training import resume
 pytestmark = pytest.mark.gpu
 
 EXACT = ["training.precision=float32"]
-TDMPC2 = ["experiment=tdmpc2_pendulum", "algorithm.compile=off"]
+TDMPC2 = ["experiment=tdmpc2_pendulum", "training.fast_path=off"]
 EPISODES = "buffers.replay.folder=FOLDER"  # outside a run folder they need one
 IRIS_HOOKS = ["update_tokenizer", "update_world_model", "update_actor_critic"]
 CASES = {
     "tdmpc2": (TDMPC2, ["update"]),
-    "tdmpc2_compiled": (["experiment=tdmpc2_pendulum", "algorithm.compile=on"], ["update"]),
+    "tdmpc2_fast": (["experiment=tdmpc2_pendulum", "training.fast_path=on"], ["update"]),
     "tdmpc2_discrete": (["experiment=tdmpc2_cartpole"], ["update"]),
     "iris": (["experiment=iris_catch", EPISODES], IRIS_HOOKS),
     "delta_iris": (["experiment=delta_iris_catch", EPISODES], IRIS_HOOKS),

@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 
-from rl_lab.errors import ConfigError
-
-CHOICES = ("auto", "on", "off")
 # Widths, number formats, with and without gradients: one piece serves more kinds of calls than torch expects (8).
 RECOMPILE_LIMIT = 64
 _state = threading.local()
@@ -32,14 +29,6 @@ def compiling(on: bool = True) -> Iterator[None]:
         yield
     finally:
         _state.on = before
-
-
-def resolve_compile(choice: str | bool, device: torch.device | str) -> bool:
-    """`auto`: on CUDA only, where the launches are what takes the time."""
-    name = {True: "on", False: "off"}[choice] if isinstance(choice, bool) else str(choice)
-    if name not in CHOICES:
-        raise ConfigError(f"algorithm.compile is '{choice}'; it can be {', '.join(CHOICES)}")
-    return name == "on" or (name == "auto" and torch.device(device).type == "cuda")
 
 
 def piece(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
