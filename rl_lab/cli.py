@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import re
 import sys
@@ -50,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(__version__)
         return 0
+    # A crash inside a driver or a simulator would end a run without a word.
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
     # A user's own modules (an environment, a workflow) lie where they stand.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -129,6 +129,21 @@ def test_errors_are_one_message(capsys, tmp_path: Path):
         assert "Traceback" not in captured.err
 
 
+def test_a_crash_in_native_code_says_where(tmp_path: Path):
+    crash = "import ctypes\nctypes.string_at(0)\n"
+    (tmp_path / "crashing.py").write_text("def make(**options):\n    " + crash.replace("\n", "\n    "))
+    words = [
+        "train",
+        "environment.task=crashing:make",
+        f"run_dir={tmp_path / 'run'}",
+        "environment.workers=0",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "rl_lab", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode < 0 and "Fatal Python error" in done.stderr and "crashing.py" in done.stderr
+
+
 def test_multirun_makes_a_run_each(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "rl_lab", "train", "-m", "+experiment=random_cartpole", "debug=tiny"]
