@@ -69,6 +69,7 @@ class Orchestrator:
         self._transform_positions: dict[str, int] = {}
         self._best_return = float("-inf")
         self._saved_at: dict[str, int] = {}
+        self._logged_at: list[int] = []
 
     # ---------------------------------------------------------------- the loop
 
@@ -214,9 +215,15 @@ class Orchestrator:
         for name, every in self.cadences.items():
             if every.due(totals):
                 every.fired(totals)
+                if name == "log" and self._logged_at == self._work_done():
+                    continue  # a cycle that ends moves its counter alone: the line before this has it all
                 getattr(self, {"log": "write_log", "checkpoint": "save"}.get(name, name))()
 
+    def _work_done(self) -> list[int]:
+        return [self.scheduler.totals["env_steps"], *self.scheduler.hook_calls.values()]
+
     def write_log(self) -> dict[str, float]:
+        self._logged_at = self._work_done()
         phase = self.scheduler.current_phase()
         meters = [(runner.hook.prefix, runner.meter) for runner in self.runners.values()]
         metrics = self.log.write(
@@ -319,12 +326,14 @@ class Orchestrator:
         own = state["orchestrator"]
         self._transform_positions = {name: int(position) for name, position in own["transforms"].items()}
         self._best_return = float(own["best_return"])
+        self._logged_at = [int(count) for count in own.get("logged_at", [])]
 
     def _own_state(self) -> dict[str, Any]:
         return {
             "orchestrator": {
                 "transforms": dict(self._transform_positions),
                 "best_return": self._best_return,
+                "logged_at": list(self._logged_at),
             }
         }
 

@@ -137,6 +137,15 @@ def test_log_lines_hold_counters_means_and_prefixes():
     assert {"time/env_steps_per_second", "time/updates_per_second", "workflow/phase_progress"} <= set(line)
 
 
+def test_the_end_of_a_cycle_is_not_logged_again_when_nothing_came_between():
+    diary = Diary()
+    orchestrator_of(diary, JOINT, Cadences(log=Every({"env_steps": 2, "updates": 1, "cycles": 1}))).run()
+    *lines, last = diary.lines
+    places = [(line["step"], line["updates"]) for line in lines]
+    assert places == [(2, 0), (2, 1), (4, 1), (4, 2), (6, 2), (6, 3)]
+    assert (last["step"], last["updates"]) == (6, 3)  # the run's own last line
+
+
 def test_the_weights_of_epochs_are_kept_the_last_included():
     diary = Diary()
     orchestrator_of(diary, JOINT, Cadences(epoch_weights=Every({"cycles": 1}))).run()
