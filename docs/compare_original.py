@@ -1,9 +1,9 @@
-"""Puts a run beside one of the authors' own code at the same settings: CSV and picture in docs/results.
+"""Puts runs beside those of the authors' own code at the same settings: CSV and picture in docs/results.
 
-    python docs/compare_original.py OURS/metrics.jsonl THEIRS/metrics.jsonl NAME --title "…"
+    python docs/compare_original.py NAME --ours OURS/metrics.jsonl … --theirs THEIRS/metrics.jsonl … --title "…"
 
-THEIRS is what danijar/dreamerv3 writes (`--logger.outputs jsonl --logger.filter '.*'`). Both average over what they log at
-once, so a line stands at the middle of its interval.
+THEIRS is what danijar/dreamerv3 writes (`--logger.outputs jsonl --logger.filter '.*'`); scores.jsonl beside it gives the
+training episodes. Both average over what they log at once, so a line stands at the middle of its interval.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 from rl_lab.tools.figure_style import colors, figure_file, legend
 
@@ -28,6 +29,7 @@ COLUMNS = {
     "replay_value_loss": ("controller/loss/replay_value", ["train/loss/repval"]),
     "posterior_entropy": ("train/posterior_entropy", ["train/rep_ent"]),
 }
+EPISODES = "training_return"
 Line = dict[str, float]
 
 
@@ -44,6 +46,8 @@ def ours(path: Path) -> list[Line]:
         for name, (key, _) in COLUMNS.items():
             parts = [v for k, v in row.items() if k.startswith("train/loss/reconstruction/")]
             line[name] = row[key] if key else sum(parts)
+        if "collect/return_mean" in row:
+            line[EPISODES] = row["collect/return_mean"]
         lines.append(line)
         before = row["updates"]
     return lines
@@ -57,38 +61,67 @@ def theirs(path: Path) -> list[Line]:
             line = {"updates": row["train/opt/updates"], "decisions": row["step"] / 2}
             line |= {name: sum(row[key] for key in keys) for name, (_, keys) in COLUMNS.items()}
             lines.append(line)
+    for decisions, score in episodes(path.with_name("scores.jsonl")):
+        min(lines, key=lambda line: abs(line["decisions"] - decisions))[EPISODES] = score
     return lines
+
+
+def episodes(path: Path) -> list[tuple[float, float]]:
+    """Decisions and mean score each time the environments, which begin together, have all ended an episode."""
+    found: dict[int, list[float]] = {}
+    for row in read(path) if path.exists() else []:
+        found.setdefault(round(row["step"] / 1000), []).append(row["episode/score"])
+    return [(1000 * place / 2, sum(scores) / len(scores)) for place, scores in found.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ours", type=Path)
-    parser.add_argument("theirs", type=Path)
     parser.add_argument("name")
+    parser.add_argument("--ours", type=Path, nargs="+", required=True)
+    parser.add_argument("--theirs", type=Path, nargs="+", required=True)
     parser.add_argument("--title", default="")
+    parser.add_argument("--until", type=float, default=float("inf"), help="updates that the picture shows")
     options = parser.parse_args()
-    curves = {"RL Lab": ours(options.ours), "danijar/dreamerv3": theirs(options.theirs)}
+    curves = [("RL Lab", ours(path)) for path in options.ours]
+    curves += [("danijar/dreamerv3", theirs(path)) for path in options.theirs]
+    columns = [
+        *COLUMNS,
+        *([EPISODES] if any(EPISODES in line for _, lines in curves for line in lines) else []),
+    ]
     with (RESULTS / f"{options.name}.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["code", "updates", "decisions", *COLUMNS])
-        for code, lines in curves.items():
-            writer.writerows([code, *(f"{line[key]:.5g}" for key in line)] for line in lines)
-    with figure_file(RESULTS / f"{options.name}.png", 9.0, 6.5) as figure:
-        handles = []
-        for place, column in enumerate(COLUMNS):
-            axes = figure.add_subplot(3, 3, place + 1)
-            handles = [
-                axes.plot([x["updates"] for x in lines], [x[column] for x in lines], color=color)[0]
-                for color, lines in zip(colors(), curves.values())
-            ]
+        writer.writerow(["code", "run", "updates", "decisions", *columns])
+        for number, (code, lines) in enumerate(curves):
+            for line in lines:
+                values = [
+                    f"{line[key]:.5g}" if key in line else "" for key in ("updates", "decisions", *columns)
+                ]
+                writer.writerow([code, number, *values])
+    shown = [(code, [line for line in lines if line["updates"] <= options.until]) for code, lines in curves]
+    draw(RESULTS / f"{options.name}.png", shown, columns, options.title)
+    print(f"kept {options.name}: {', '.join(f'{len(lines)} lines of {code}' for code, lines in curves)}")
+
+
+def draw(path: Path, curves: list[tuple[str, list[Line]]], columns: list[str], title: str) -> None:
+    names = list(dict.fromkeys(code for code, _ in curves))
+    palette = dict(zip(names, colors()))
+    across = 3 if len(columns) <= 9 else 4
+    rows = -(-len(columns) // across)
+    with figure_file(path, 3.0 * across, 2.2 * rows) as figure:
+        handles: dict[str, Any] = {}
+        for place, column in enumerate(columns):
+            axes = figure.add_subplot(rows, across, place + 1)
+            for code, lines in curves:
+                points = [(line["updates"], line[column]) for line in lines if column in line]
+                if points:
+                    handles[code] = axes.plot(*zip(*points), color=palette[code], linewidth=1.2)[0]
             axes.set_title(column.replace("_", " "), fontsize=9)
-            if place >= len(COLUMNS) - 3:
+            if place >= len(columns) - across:
                 axes.set_xlabel("updates", fontsize=8)
-        legend(figure, handles, list(curves), "outside lower center")
-        figure.suptitle(options.title, fontsize=10)
-    print(f"kept {options.name}: {', '.join(f'{len(v)} lines of {k}' for k, v in curves.items())}")
+        legend(figure, list(handles.values()), list(handles), "outside lower center")
+        figure.suptitle(title, fontsize=10)
 
 
 if __name__ == "__main__":
