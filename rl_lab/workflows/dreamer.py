@@ -21,6 +21,7 @@ from rl_lab.components.nn.training_step import (
     AverageGradients,
     Gradients,
     find_gradients,
+    join_gradients,
     keep_gradients,
     optimizer_step,
 )
@@ -130,9 +131,9 @@ class DreamerWorkflow(DreamerActing):
                 states, _ = self.infer(batch, noise["posterior"])
                 feature = self.rssm.feature(states)
             dreams = self._valued_dreams(states, noise)
-            losses, metrics = self._dream_losses(dreams, scalars)
-            losses["replay_value"] = self._replay_value_loss(batch, feature, dreams.returns)
-        return self._finish(losses, scalars, metrics, batch, None)
+            learning = Aside(self._learn_from_dreams, dreams, scalars, device=self.device)
+            losses = {"replay_value": self._replay_value_loss(batch, feature, dreams.returns)}
+        return self._finish(losses, scalars, {}, batch, None, beside=learning)
 
     # ---------------------------------------------------------------- the two halves
 
@@ -163,7 +164,7 @@ class DreamerWorkflow(DreamerActing):
         start = {key: value[:, -s.starts :].detach().flatten(0, 1) for key, value in states.items()}
         # Without autocast's cache, which would give other streams this one's casts of the weights.
         with autocast(self.precision, self.device, cache=False):
-            with torch.no_grad():
+            with torch.set_grad_enabled(self.through_dynamics):
                 feature, action = self._dream(start, noise["prior"], noise["action"])
                 reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
             return value_dreams(
@@ -181,8 +182,9 @@ class DreamerWorkflow(DreamerActing):
     def _learn_from_dreams(self, dreams: Dreams, scalars: Tensors) -> Learned:
         losses, metrics = self._dream_losses(dreams, scalars)
         with torch.autocast(self.device.type, enabled=False):  # as any backward pass
-            of = [*self.parts["actor"], *self.parts["critic"]]
-            return Learned(find_gradients(self._total(losses), of), losses, metrics)
+            # Each by its own loss: through a dream with gradient the actor's would reach the critic, too.
+            found = [find_gradients(self._total({name: losses[name]}), self.parts[name]) for name in losses]
+            return Learned(join_gradients(found), losses, metrics)
 
     def _replay_value_loss(
         self,
@@ -202,7 +204,7 @@ class DreamerWorkflow(DreamerActing):
             reward=batch.reward[:, -starts:],
             terminated=batch.terminated[:, -starts:],
             last=last[:, -starts:],
-            bootstrap=returns[:, 0].unflatten(0, (-1, starts)),
+            bootstrap=returns[:, 0].detach().unflatten(0, (-1, starts)),
             discount=self.settings.discount,
         )
         return loss.mean()

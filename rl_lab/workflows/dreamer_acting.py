@@ -41,6 +41,7 @@ class DreamerActing(WorldModelWorkflow):
         self.continue_head = context.component("continue_head", "predict", "loss")
         self.return_computer = context.component("return_computer", "__call__")
         self.actor = context.controller("actor", "sample", "log_prob_and_entropy", "act")
+        self.through_dynamics = getattr(self.actor, "gradient", "reinforce") == "dynamics"
         self.critic = context.controller("critic", "value", "slow_value", "loss", "update_slow")
         if self.encoder.embed_dim != self.rssm.embed_dim:
             raise ConfigError(
@@ -73,13 +74,16 @@ class DreamerActing(WorldModelWorkflow):
     def _dream(
         self, state: State, prior_noise: torch.Tensor, action_noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features (N, H+1, F) and actions (N, H, …) of a dream under the current policy; noise is (H, N, …)."""
-        if fast():
+        """Features (N, H+1, F) and actions (N, H, …) of a dream under the current policy; noise is (H, N, …).
+
+        Where gradients are wanted they go from states to the actions before them, and from these to the policy.
+        """
+        if fast() and not torch.is_grad_enabled():
             policy = self.actor.frozen(product_dtype(self.device))
             return dream(self.rssm, policy, state, prior_noise, action_noise)
         features, actions = [self.rssm.feature(state)], []
         for prior_t, action_t in zip(prior_noise.unbind(0), action_noise.unbind(0)):
-            actions.append(self.actor.sample(features[-1], action_t))
+            actions.append(self.actor.sample(features[-1].detach(), action_t))
             state = self.rssm.imagine_step(state, actions[-1], prior_t)
             features.append(self.rssm.feature(state))
         return torch.stack(features, 1), torch.stack(actions, 1)

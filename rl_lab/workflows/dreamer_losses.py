@@ -53,13 +53,13 @@ def kl_losses(
 class Dreams(NamedTuple):
     """N dreams of H steps: what is known of them before anything is learned from them."""
 
-    feature: torch.Tensor  # (N, H+1, F) without gradient
+    feature: torch.Tensor  # (N, H+1, F); with gradient where the policy learns through the dynamics
     action: torch.Tensor  # (N, H, …)
     reward: torch.Tensor  # (N, H+1)
     cont: torch.Tensor  # (N, H+1) discount included
-    value_logits: torch.Tensor  # (N, H+1, bins) with gradient
-    value: torch.Tensor  # (N, H+1)
-    returns: torch.Tensor  # (N, H)
+    value_logits: torch.Tensor  # (N, H+1, bins) with gradient for the critic alone
+    value: torch.Tensor  # (N, H+1); with gradient where the features have one
+    returns: torch.Tensor  # (N, H); likewise
 
 
 def value_dreams(
@@ -72,9 +72,9 @@ def value_dreams(
     cont: torch.Tensor,
 ) -> Dreams:
     """The critic's opinion of dreamed states, and the returns that follow from it."""
-    value_logits = critic(feature)
-    with torch.no_grad():
-        value = critic.mean(value_logits)
+    value_logits = critic(feature.detach())
+    with torch.set_grad_enabled(feature.requires_grad):
+        value = critic.value(feature) if feature.requires_grad else critic.mean(value_logits)
         returns = return_computer(reward, cont, value)
     return Dreams(feature, action, reward, cont, value_logits, value, returns)
 
@@ -82,23 +82,25 @@ def value_dreams(
 def actor_critic_losses(
     actor: Any, critic: Any, dreams: Dreams, *, entropy_scale: torch.Tensor | float
 ) -> tuple[Losses, dict[str, torch.Tensor]]:
-    """REINFORCE with a baseline, for discrete and continuous actions alike, and two-hot regression on the returns.
+    """The actor's loss, and the critic's: two-hot regression on the returns.
 
-    returns: losses (N, H) each, metrics.
+    The actor learns by REINFORCE with a baseline, for discrete and continuous actions alike; in dreams with gradient by
+    that of the advantage itself. returns: losses (N, H) each, metrics.
     """
-    feature, action, value, returns = dreams.feature, dreams.action, dreams.value[:, :-1], dreams.returns
+    feature, action, returns = dreams.feature.detach(), dreams.action.detach(), dreams.returns.detach()
     with torch.no_grad():
         scale = actor.return_normalizer.update(returns)
-        advantage = (returns - value) / scale
         # Probability of still being alive in each state; the starting state's own continue is part of it.
         weight = torch.cumprod(dreams.cont, 1)[:, :-1]
         slow = critic.slow_value(feature)[:, :-1]
+    advantage = (dreams.returns - dreams.value[:, :-1]) / scale
     # The last state is only judged, not acted in. It is left out behind the networks: cut off before, all the other
     # features would have to be copied.
     padded = torch.cat([action, action[:, -1:]], 1)
     log_prob, policy_entropy = (x[:, :-1] for x in actor.log_prob_and_entropy(feature, padded))
+    gain = advantage if advantage.requires_grad else log_prob * advantage
     losses = {
-        "actor": -weight * (log_prob * advantage + entropy_scale * policy_entropy),
+        "actor": -weight * (gain + entropy_scale * policy_entropy),
         "critic": weight * critic.loss(dreams.value_logits[:, :-1], returns, slow),
     }
     normalizer = actor.return_normalizer
@@ -108,10 +110,10 @@ def actor_critic_losses(
         "return_low": normalizer.low.clone(),
         "return_high": normalizer.high.clone(),
         "return_scale": scale,
-        "value_mean": dreams.value.mean(),
-        "value_rise": (dreams.value[:, -1] - dreams.value[:, 0]).mean(),
-        "advantage_size": advantage.abs().mean(),
-        "reward_mean": dreams.reward.mean(),
+        "value_mean": dreams.value.detach().mean(),
+        "value_rise": (dreams.value[:, -1] - dreams.value[:, 0]).detach().mean(),
+        "advantage_size": advantage.detach().abs().mean(),
+        "reward_mean": dreams.reward.detach().mean(),
         "alive_mean": weight.mean(),
     }
     return losses, metrics

@@ -31,6 +31,19 @@ def test_captured_updates_give_the_eager_numbers(hook: str, fast_path: str):
     print(f"{hook}: largest relative difference over 8 updates {worst:.1e}")
 
 
+@pytest.mark.parametrize("hook", ["update", "update_controller"])
+def test_captured_gradients_through_the_dynamics_are_the_eager_ones(hook: str):
+    words = [
+        "environment=dummy_continuous",
+        "controllers.actor.gradient=dynamics",
+        "training.precision=float32",
+    ]
+    eager = losses(built(*words, "training.capture=false", hook=hook), hook)
+    run = built(*words, "training.capture=true", hook=hook)
+    assert_same_losses(eager, losses(run, hook))
+    assert run.orchestrator.runners[hook].capture.captured
+
+
 IMAGES = ("environment=dummy_dict", "components/encoder=dict", "size=1m")
 
 

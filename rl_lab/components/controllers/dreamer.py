@@ -13,11 +13,17 @@ from rl_lab.components.nn.mlp import MLP
 from rl_lab.components.nn.policies import make_policy
 from rl_lab.components.nn.return_normalizer import ReturnNormalizer
 from rl_lab.components.nn.slow_copy import SlowCopy
+from rl_lab.errors import ConfigError, closest
 from rl_lab.records import ActMode, NoiseSpec, Spec
+
+GRADIENTS = ("reinforce", "dynamics")
 
 
 class DreamerActorController(nn.Module):
-    """Policy for discrete, multi-discrete and continuous actions; carries the scale of its returns."""
+    """Policy for discrete, multi-discrete and continuous actions; carries the scale of its returns.
+
+    gradient: how it learns from dreams, by the chance of its actions or (continuous ones) through what they lead to
+    """
 
     def __init__(
         self,
@@ -32,8 +38,17 @@ class DreamerActorController(nn.Module):
         return_low: float = 0.05,
         return_high: float = 0.95,
         return_limit: float = 1.0,
+        gradient: str = "reinforce",
     ) -> None:
         super().__init__()
+        if gradient not in GRADIENTS:
+            raise ConfigError(f"controllers.actor.gradient is '{gradient}'.{closest(gradient, GRADIENTS)}")
+        if gradient == "dynamics" and spec.action.kind != "continuous":
+            raise ConfigError(
+                f"controllers.actor.gradient=dynamics needs continuous actions, these are {spec.action.kind}: "
+                "a choice has no gradient. Leave it at reinforce"
+            )
+        self.gradient = gradient
         self.policy = make_policy(spec.action, unimix=unimix)
         self.mlp = MLP(
             features, units, layers, outputs=self.policy.width, out_scale=out_scale, float_out=True

@@ -32,6 +32,13 @@ def find_gradients(loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter])
     return Gradients(loss.detach(), [(p, gradient) for p, gradient in found if gradient is not None])
 
 
+def join_gradients(parts: Sequence[Gradients]) -> Gradients:
+    """Of losses for different parameters, as one."""
+    return Gradients(
+        torch.stack([part.loss for part in parts]).sum(), [x for part in parts for x in part.found]
+    )
+
+
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Learning rates as device tensors, and Adam-like optimizers in a form that a CUDA graph can hold.
 
@@ -71,7 +78,8 @@ def optimizer_step(
     for optimizer in optimizers:
         prepare_optimizer(optimizer)
         optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    if loss.requires_grad:  # else all that it would reach is frozen
+        loss.backward()
     loss = loss.detach()
     if beside is not None:
         more = beside()

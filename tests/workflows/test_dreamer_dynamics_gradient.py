@@ -1,0 +1,132 @@
+"""The policy's gradient through what its actions lead to, in place of REINFORCE (`controllers.actor.gradient`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dreamer_case import (
+    CONTINUOUS,
+    DISCRETE,
+    PARTS,
+    changed_parts,
+    make_batch,
+    make_dreamer,
+    run_hook,
+    vector_spec,
+    weights,
+)
+
+from rl_lab.errors import ConfigError
+from rl_lab.workflows.dreamer import DreamerWorkflow
+
+
+def make(gradient: str = "dynamics", **changes) -> DreamerWorkflow:
+    """Heads that do not start at zero, so that there is something to go through."""
+    torch.manual_seed(0)
+    return make_dreamer(
+        vector_spec(CONTINUOUS),
+        controllers__actor__gradient=gradient,
+        controllers__critic__out_scale=1.0,
+        components__reward_head__out_scale=1.0,
+        **changes,
+    )
+
+
+def noise_of(workflow: DreamerWorkflow) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        key: (torch.rand if item.kind == "uniform" else torch.randn)(item.shape, generator=generator)
+        for key, item in workflow.hooks()["update"].noise.items()
+    }
+
+
+def slow_gradient(
+    workflow: DreamerWorkflow, noise: dict[str, torch.Tensor], entropy: float
+) -> list[torch.Tensor]:
+    """Written out state by state: the loss of the form of 2023, and its gradient in the policy's weights."""
+    w, horizon = workflow, workflow.settings.imagination_horizon
+    with torch.no_grad():
+        states, _ = w.infer(make_batch(w), noise["posterior"])
+    state = {key: value.flatten(0, 1) for key, value in states.items()}
+    features = [w.rssm.feature(state)]
+    entropies = []
+    for t in range(horizon):
+        raw = w.actor(features[-1].detach())  # the policy sees states as given
+        mean, spread = raw[:, :2].tanh(), 0.9 * torch.sigmoid(raw[:, 2:] + 2.0) + 0.1
+        action = mean + spread * noise["action"][t]
+        entropies.append((spread.log() + 0.5 * (1 + torch.log(torch.tensor(2 * torch.pi)))).sum(-1))
+        state = w.rssm.imagine_step(state, action, noise["prior"][t])
+        features.append(w.rssm.feature(state))
+    reward = [w.reward_head.predict(f) for f in features]
+    cont = [w.continue_head.predict(f) for f in features]
+    value = [w.critic.value(f) for f in features]
+    returns = [value[-1]]
+    for t in reversed(range(1, horizon + 1)):
+        returns.insert(0, reward[t] + cont[t] * (0.05 * value[t] + 0.95 * returns[0]))
+    found = torch.stack(returns[:-1])
+    low, high = (0.01 * found.detach().flatten().quantile(q) for q in (0.05, 0.95))
+    scale = max(1.0, float(high - low))
+    loss, alive = torch.zeros(()), torch.ones(len(reward[0]))
+    for t in range(horizon):
+        alive = alive * cont[t].detach()
+        loss = loss - (alive * ((returns[t] - value[t]) / scale + entropy * entropies[t])).mean() / horizon
+    return list(torch.autograd.grad(loss, list(w.actor.parameters())))
+
+
+def test_the_gradient_is_that_of_the_loss_written_out():
+    workflow = make(algorithm__entropy=0.1)
+    noise = noise_of(workflow)
+    expected = slow_gradient(workflow, noise, entropy=0.1)
+    with torch.no_grad():
+        states, _ = workflow.infer(make_batch(workflow), noise["posterior"])
+    dreams = workflow._valued_dreams(states, noise)
+    learned = workflow._learn_from_dreams(dreams, {"entropy": torch.tensor(0.1)})
+    found = dict(zip((id(p) for p, _ in learned.gradients.found), (g for _, g in learned.gradients.found)))
+    assert max(gradient.abs().max() for gradient in expected) > 1e-3
+    for parameter, gradient in zip(workflow.actor.parameters(), expected):
+        assert torch.allclose(found[id(parameter)], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_the_critic_learns_as_by_reinforce():
+    results = {}
+    for choice in ("dynamics", "reinforce"):
+        workflow = make(choice)
+        run_hook(workflow, "update")
+        results[choice] = {
+            part: [p.grad.clone() for p in parameters] for part, parameters in workflow.parts.items()
+        }
+    for part in PARTS:
+        pairs = list(zip(results["dynamics"][part], results["reinforce"][part]))
+        same = all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-7) for ours, theirs in pairs)
+        assert same == (part != "actor"), part
+
+
+def test_the_world_model_is_left_alone_by_the_controllers_hook():
+    workflow = make()
+    before = weights(workflow)
+    result = run_hook(workflow, "update_controller")
+    assert changed_parts(before, weights(workflow)) == {"actor", "critic"}
+    assert all(not value.requires_grad for value in result.metrics.values())
+
+
+def test_the_policy_finds_what_a_given_model_rewards():
+    workflow = make(algorithm__learning_rate=1e-2, algorithm__imagination_horizon=5)
+    states, _ = workflow.infer(make_batch(workflow), noise_of(workflow)["posterior"])
+    start = {key: value[:, -1].detach() for key, value in states.items()}
+
+    def dreamed_reward() -> float:
+        generator = torch.Generator().manual_seed(5)
+        many = {key: value.repeat_interleave(200, 0) for key, value in start.items()}
+        return float(workflow.imagine(horizon=5, state=many, generator=generator).reward[:, 1:].mean())
+
+    before = dreamed_reward()
+    for seed in range(60):
+        run_hook(workflow, "update_controller", seed=seed)
+    assert dreamed_reward() > before + 0.05
+
+
+def test_choices_have_no_such_gradient_and_words_are_checked():
+    with pytest.raises(ConfigError, match="needs continuous actions"):
+        make_dreamer(vector_spec(DISCRETE), controllers__actor__gradient="dynamics")
+    with pytest.raises(ConfigError, match="reinforce"):
+        make_dreamer(vector_spec(CONTINUOUS), controllers__actor__gradient="reinforced")
