@@ -50,6 +50,15 @@ def test_a_random_policy_does_not(tmp_path: Path):
 
 
 @pytest.mark.learning
+def test_dreamer_learns_through_the_dynamics(tmp_path: Path):
+    """dummy/continuous: a random policy gets about 1, the best 10."""
+    words = ["environment=dummy_continuous", "environment.workers=0", "controllers.actor.gradient=dynamics"]
+    words += ["training.total_timesteps=6000", "training.evaluate.every_env_steps=2000"]
+    run = rl_lab.train("dreamer_cartpole", [*words, *QUIET, f"run_dir={tmp_path / 'run'}"])
+    assert run.eval_return_mean is not None and run.eval_return_mean > 3
+
+
+@pytest.mark.learning
 def test_dreamer_learns_to_catch_from_pictures(tmp_path: Path):
     """dummy/catch at 16×16: a random policy gets about -1.5, the best 3."""
     run = rl_lab.train("dreamer_catch", [*QUIET, f"run_dir={tmp_path / 'run'}"])
