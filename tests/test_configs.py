@@ -9,7 +9,7 @@ import pytest
 import rl_lab
 from rl_lab.compose import CONFIG_FOLDER, compose_config, known_choices
 from rl_lab.environments.make import suites
-from rl_lab.errors import MissingPackageError
+from rl_lab.errors import ConfigError, MissingPackageError
 
 SLOW = {"dreamer_memory_maze"}  # the simulator takes minutes to draw even a dry run
 EXPERIMENTS = [
@@ -47,6 +47,21 @@ def test_every_size_states_what_the_networks_read(name: str):
         "bin_limit",
     }
     assert size.deter % size.blocks == 0
+
+
+@pytest.mark.parametrize(
+    "name, word, says",
+    [
+        ("tdmpc2_pendulum", "size=1m", "has no deter.*use tdmpc_size=NAME"),
+        ("iris_catch", "size=1m", "algorithm.size.KEY=NUMBER"),
+        ("delta_iris_catch", "size=1m", "algorithm.size.KEY=NUMBER"),
+        ("og_wm_catch", "size=1m", "algorithm.size.KEY=NUMBER"),
+        ("dreamer_cartpole", "tdmpc_size=1m", "tdmpc_size"),
+    ],
+)
+def test_a_size_of_another_algorithm_is_refused(name: str, word: str, says: str):
+    with pytest.raises(ConfigError, match=says):
+        compose_config([f"experiment={name}", word, "debug=tiny"])
 
 
 def test_every_yaml_is_shipped_and_says_what_it_is():
