@@ -17,7 +17,7 @@
 # All others go to `rl-lab train`, such as algorithm.stages.collect_steps=100000, or with -- to `rl-lab eval`.
 #
 # The sizes here: 250,000 frames (500 random rollouts), 20,000 updates of V and 2,500 of M, reckoned at three minutes with
-# a GPU and ten cores; 40 candidates with 2 tracks each, the same for all.
+# a GPU and ten cores; four candidates a worker with 2 tracks each, the same for all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 step=${1:?all, check, networks, evolve or score} run=${2:?a folder for the run}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 HEAD = struct.Struct("<II")  # bytes of the body, its crc32
@@ -151,7 +150,3 @@ def read_log(data: bytes) -> tuple[list[Record], int]:
     except DamagedRecord:
         pass
     return records, position
-
-
-def episodes_in(records: list[Record]) -> Iterator[Episode]:
-    return (record for record in records if isinstance(record, Episode))

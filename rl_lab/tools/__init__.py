@@ -1,1 +1,1 @@
-"""The verbs of the command line: each a module with `add_arguments(parser)` and `main(args)`."""
+"""The verbs of the command line (rl_lab/cli.py names their modules), and what they share."""

@@ -21,8 +21,11 @@ GROUPS = {
     "workflows": ("workflow", "workflow=NAME in an experiment"),
     "recipes": ("recipe", "an algorithm's parts, shared by its experiments"),
     "algorithms": ("algorithm", "algorithm=NAME in an experiment: hyperparameters"),
-    "components": ("components", "components/KIND=NAME"),
-    "controllers": ("controller", "controller=NAME"),
+    "components": (
+        "components",
+        "components/KIND@components.PLACE=NAME; components/KIND=NAME where the place has the kind's name",
+    ),
+    "controllers": ("controller", "controller@controllers.PLACE=NAME"),
     "optimizers": ("optimizers", "optimizers=NAME"),
     "buffers": ("buffer", "buffer=NAME"),
     "environments": ("environment", "environment=NAME"),

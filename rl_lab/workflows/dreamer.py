@@ -2,8 +2,8 @@
 
 A recurrent world model is learned from replay; actor and critic are learned in dreams that start from the states just
 inferred. The fast path is one fused hook, `update`: one step for all parts; the critic's loss on replayed rewards
-reaches the world model. `update_world_model` and `update_controller` do the halves apart, for curricula. Differs from
-the original in what replay stores (bfloat16 and class indices) and in never sampling the unused last dream action.
+reaches the world model. `update_world_model` and `update_controller` do the halves apart, for curricula.
+docs/algorithms/dreamer.md has what differs from the original.
 """
 
 from __future__ import annotations

@@ -19,10 +19,6 @@ class GRUBackbone(nn.Module):
         self.gru = nn.GRU(dim, dim, layers, batch_first=True)
         self.norm = nn.LayerNorm(dim)
 
-    @property
-    def max_length(self) -> int | None:
-        return None
-
     def forward(self, x: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
         """x: (B, T, dim) -> (B, T, dim)."""
         return self.norm(self.gru(x)[0])

@@ -50,10 +50,6 @@ class PretrainedBackbone(nn.Module):
             init_token_network(part)
         freeze_all_but_norms(self.model)
 
-    @property
-    def max_length(self) -> int | None:
-        return self.length
-
     def train(self, mode: bool = True) -> PretrainedBackbone:
         super().train(mode)
         self.model.eval()  # dropout would draw from torch's own generator

@@ -21,10 +21,6 @@ class SequenceBackbone(Protocol):
     dim: int  # width of embeddings and results
     seeds: int  # numbers that `forward` wants for dropout; 0: none
 
-    @property
-    def max_length(self) -> int | None:
-        """Tokens after which a state is full; None: never."""
-
     def __call__(self, x: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
         """A whole sequence at once, for training: (B, T, dim) -> (B, T, dim)."""
 

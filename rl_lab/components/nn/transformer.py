@@ -127,10 +127,6 @@ class Transformer(nn.Module):
         init_token_network(self)
         self.seeds = 1 + SEEDS_PER_BLOCK * layers if dropout > 0.0 else 0
 
-    @property
-    def max_length(self) -> int | None:
-        return self.length
-
     def forward(self, x: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
         """x: (B, T, dim) -> (B, T, dim). seeds: (self.seeds,) uniform, for dropout; None: no dropout."""
         use = seeds if self.seeds else None
