@@ -16,12 +16,12 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_lab.config_checks import check_config, check_kinds, root_keys
+from rl_lab.config_checks import CONFIG_FOLDER as CONFIG_FOLDER
+from rl_lab.config_checks import check_config, check_kinds, check_size, root_keys
 from rl_lab.errors import ConfigError, LabError, closest, one_line
 from rl_lab.extensions import config_folders
 from rl_lab.records import Spec
 
-CONFIG_FOLDER = Path(__file__).parent / "configs"
 # A word that sets one key of a section whose keys we do not know by heart.
 OPEN_KEY = re.compile(r"\+{0,2}((?:algorithm|components|controllers|optimizers|buffers)\.[\w.]+)=")
 
@@ -42,10 +42,10 @@ def compose_config(overrides: Sequence[str] = (), *, config_dirs: Sequence[Path 
     try:
         with initialize_config_module("rl_lab.configs", version_base="1.3"):
             config = compose("config", overrides=words)
-            sizes = [word for word in words if word.startswith("size=")]
-            if sizes:
-                bare = [word for word in words if word not in sizes and not word.startswith("debug=")]
-                check_size(sizes[-1], compose("config", overrides=bare))
+            size = next((word for word in words if word.startswith("size=")), None)
+            if size is not None:
+                bare = [word for word in words if not word.startswith(("size=", "debug="))]
+                check_size(size, compose("config", overrides=bare))
             others = [word for word in words if word not in keys.values()]
             usual = compose("config", overrides=others) if keys else config
         given: Any = OmegaConf.to_container(config)
@@ -59,29 +59,6 @@ def compose_config(overrides: Sequence[str] = (), *, config_dirs: Sequence[Path 
         raise ConfigError(f"the config cannot be composed: {one_line(error)}") from error
     check_targets(config)
     return config
-
-
-def check_size(word: str, config: DictConfig) -> None:
-    """`size=NAME` composes with any experiment. Where most of its widths are new they are of other networks.
-
-    config: without that word
-    """
-    name, stated = word.split("=", 1)[1], config.algorithm.get("size")
-    file = CONFIG_FOLDER / "size" / f"{name}.yaml"
-    if stated is None or not file.exists():
-        return
-    widths = [str(key) for key in OmegaConf.load(file)]
-    foreign = [key for key in widths if key not in stated]
-    if 2 * len(foreign) > len(widths):
-        own = [
-            folder.name
-            for folder in CONFIG_FOLDER.glob("*_size")
-            if all(key in stated for file in folder.glob("*.yaml") for key in OmegaConf.load(file))
-        ]
-        advice = f"use {own[0]}=NAME" if own else "set algorithm.size.KEY=NUMBER"
-        raise ConfigError(
-            f"{word} is made for other networks: {config.experiment.name} has no {', '.join(foreign[:3])}; {advice}"
-        )
 
 
 def normalise_override(word: str) -> str:

@@ -13,9 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from rl_lab.errors import ConfigError, closest
 
-ROOT_FILE = Path(__file__).parent / "configs" / "config.yaml"
+CONFIG_FOLDER = Path(__file__).parent / "configs"
+ROOT_FILE = CONFIG_FOLDER / "config.yaml"
 # Sections whose keys are all in the root config.
 CLOSED = ("experiment", "training", "logging", "wandb", "load")
 SECTIONS = (*CLOSED, "algorithm", "components", "controllers", "buffers", "optimizers")
@@ -198,3 +201,31 @@ def _values(config: Mapping[str, Any], path: str) -> Iterator[Any]:
             return
         node = node[key]
     yield node
+
+
+def check_size(word: str, config: DictConfig) -> None:
+    """`size=NAME` composes with any experiment. Where most of its widths are new they are of other networks.
+
+    config: without that word
+    """
+    stated = config.algorithm.get("size")
+    file = CONFIG_FOLDER / "size" / f"{word.removeprefix('size=')}.yaml"
+    if stated is None or not file.exists():
+        return
+    widths = _keys(file)
+    foreign = [key for key in widths if key not in stated]
+    if 2 * len(foreign) <= len(widths):
+        return
+    fitting = [folder.name for folder in CONFIG_FOLDER.glob("*_size") if _fits(folder, stated)]
+    advice = f"use {fitting[0]}=NAME" if fitting else "set algorithm.size.KEY=NUMBER"
+    raise ConfigError(
+        f"{word} is made for other networks: {config.experiment.name} has no {', '.join(foreign[:3])}; {advice}"
+    )
+
+
+def _fits(folder: Path, stated: Iterable[Any]) -> bool:
+    return all(key in stated for file in folder.glob("*.yaml") for key in _keys(file))
+
+
+def _keys(file: Path) -> list[str]:
+    return [str(key) for key in OmegaConf.load(file)]

@@ -53,6 +53,12 @@ def reject_unknown(where: str, node: Iterable[object], known: Iterable[str]) -> 
             raise ConfigError(f"{where} has an unknown key '{key}'.{closest(str(key), names)}")
 
 
+def require_choice(where: str, value: object, allowed: Iterable[str]) -> None:
+    names = list(allowed)
+    if value not in names:
+        raise ConfigError(f"{where} is '{value}'.{closest(str(value), names)}")
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """An exception of anyone's as "KeyError: 'name'": its type and the first line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

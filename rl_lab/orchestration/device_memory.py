@@ -11,6 +11,7 @@ import torch
 from rl_lab.errors import OutOfMemoryError
 
 GIB = 2**30
+SMALLER_BATCH = "algorithm.batch_size or algorithm.batch_length (or those of each part)"
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ def out_of_memory(error: BaseException, orchestrator: Any = None) -> OutOfMemory
         text += f"\n  peak: {peak / GIB:.2f} GiB allocated"
         rest = peak - sum(holder.bytes for holder in held)
         if rest > 0:
-            advice = "a lower algorithm.batch_size (or that of each part); training.precision=bfloat16"
+            advice = f"{SMALLER_BATCH} lower; training.precision=bfloat16"
             held.append(Holder("activations and the rest", rest, advice))
     for holder in sorted(held, key=lambda holder: -holder.bytes):
         text += f"\n  {holder.name}: {_size(holder.bytes)}; less with {holder.advice}"
     advice = (
-        "Turn down algorithm.batch_size (or that of each part), choose a smaller model (size=, tdmpc_size=), keep replay in host "
+        f"Turn down {SMALLER_BATCH}, choose a smaller model (size=, tdmpc_size=), keep replay in host "
         "memory (buffers.replay.storage=host) or give it a lower capacity."
     )
     return OutOfMemoryError(f"{text}\n{advice} What was saved is whole: resume goes on from there.")
@@ -77,7 +78,7 @@ def holders(orchestrator: Any) -> list[Holder]:
     )
     graphs = sum(runner.capture.graph_bytes for runner in orchestrator.runners.values())
     if graphs:
-        advice = "a lower algorithm.batch_size (or that of each part); training.capture=false keeps no graph"
+        advice = f"{SMALLER_BATCH} lower; training.capture=false keeps no graph"
         found.append(Holder("graph pool (an update's activations)", graphs, advice))
     return found
 

@@ -130,7 +130,8 @@ class DreamerWorkflow(DreamerActing):
             with torch.no_grad():
                 states, _ = self.infer(batch, noise["posterior"])
                 feature = self.rssm.feature(states)
-            dreams = self._valued_dreams(states, noise)
+            # Both on one lane: what is dreamed there goes backward there.
+            dreams = Aside(self._valued_dreams, states, noise, device=self.device).join()
             learning = Aside(self._learn_from_dreams, dreams, scalars, device=self.device)
             losses = {"replay_value": self._replay_value_loss(batch, feature, dreams.returns)}
         return self._finish(losses, scalars, {}, batch, None, beside=learning)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
-from rl_lab.errors import ConfigError, reject_unknown
-from rl_lab.workflows.settings import require_all, require_choice
+from rl_lab.errors import ConfigError, reject_unknown, require_choice
+from rl_lab.workflows.settings import require_all
 
 PADS = ("right", "left", "both")
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rl_lab.errors import ConfigError, reject_unknown
+from rl_lab.errors import ConfigError, reject_unknown, require_choice
 from rl_lab.records import EarlyStop
-from rl_lab.workflows.settings import read_loss_scales, require_all, require_choice
+from rl_lab.workflows.settings import read_loss_scales, require_all
 
 MEMORIES = ("h", "hc", "none")
 LOSSES = ("latent", "reward", "done")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from rl_lab.errors import ConfigError, closest, reject_unknown
+from rl_lab.errors import ConfigError, reject_unknown
 
 
 def require_all(settings: type, algorithm: Mapping[str, Any], group: str) -> None:
@@ -17,11 +17,6 @@ def require_all(settings: type, algorithm: Mapping[str, Any], group: str) -> Non
             f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
             f"add `- /algorithm: {group}` to the experiment's defaults, which states them all"
         )
-
-
-def require_choice(path: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{path} is '{value}'.{closest(str(value), allowed)}")
 
 
 def read_loss_scales(

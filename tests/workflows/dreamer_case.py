@@ -107,16 +107,21 @@ def make_batch(
     return Batch(columns)
 
 
+def draw_noise(workflow: DreamerWorkflow, hook: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """What the loop would draw for one call of a hook."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        key: (torch.rand if item.kind == "uniform" else torch.randn)(item.shape, generator=generator)
+        for key, item in workflow.hooks()[hook].noise.items()
+    }
+
+
 def run_hook(
     workflow: DreamerWorkflow, name: str, batch: Batch | None = None, *, seed: int = 0, phase: Any = None
 ) -> Any:
     """One call of a hook, with scalars and noise as the loop would give them."""
     hook = workflow.hooks()[name]
-    generator = torch.Generator().manual_seed(seed)
-    noise = {
-        key: (torch.rand if item.kind == "uniform" else torch.randn)(item.shape, generator=generator)
-        for key, item in hook.noise.items()
-    }
+    noise = draw_noise(workflow, name, seed=seed)
     scalars = {key: torch.tensor(value) for key, value in hook.scalars(phase or {}, {}).items()}
     return hook.step(batch if batch is not None else make_batch(workflow), scalars, noise)
 

@@ -9,6 +9,7 @@ from dreamer_case import (
     DISCRETE,
     PARTS,
     changed_parts,
+    draw_noise,
     make_batch,
     make_dreamer,
     run_hook,
@@ -30,14 +31,6 @@ def make(gradient: str = "dynamics", **changes) -> DreamerWorkflow:
         components__reward_head__out_scale=1.0,
         **changes,
     )
-
-
-def noise_of(workflow: DreamerWorkflow) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        key: (torch.rand if item.kind == "uniform" else torch.randn)(item.shape, generator=generator)
-        for key, item in workflow.hooks()["update"].noise.items()
-    }
 
 
 def slow_gradient(
@@ -75,13 +68,13 @@ def slow_gradient(
 
 def test_the_gradient_is_that_of_the_loss_written_out():
     workflow = make(algorithm__entropy=0.1)
-    noise = noise_of(workflow)
+    noise = draw_noise(workflow, "update")
     expected = slow_gradient(workflow, noise, entropy=0.1)
     with torch.no_grad():
         states, _ = workflow.infer(make_batch(workflow), noise["posterior"])
     dreams = workflow._valued_dreams(states, noise)
     learned = workflow._learn_from_dreams(dreams, {"entropy": torch.tensor(0.1)})
-    found = dict(zip((id(p) for p, _ in learned.gradients.found), (g for _, g in learned.gradients.found)))
+    found = {id(parameter): gradient for parameter, gradient in learned.gradients.found}
     assert max(gradient.abs().max() for gradient in expected) > 1e-3
     for parameter, gradient in zip(workflow.actor.parameters(), expected):
         assert torch.allclose(found[id(parameter)], gradient, rtol=1e-4, atol=1e-7)
@@ -111,7 +104,7 @@ def test_the_world_model_is_left_alone_by_the_controllers_hook():
 
 def test_the_policy_finds_what_a_given_model_rewards():
     workflow = make(algorithm__learning_rate=1e-2, algorithm__imagination_horizon=5)
-    states, _ = workflow.infer(make_batch(workflow), noise_of(workflow)["posterior"])
+    states, _ = workflow.infer(make_batch(workflow), draw_noise(workflow, "update")["posterior"])
     start = {key: value[:, -1].detach() for key, value in states.items()}
 
     def dreamed_reward() -> float:

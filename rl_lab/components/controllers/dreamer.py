@@ -13,7 +13,7 @@ from rl_lab.components.nn.mlp import MLP
 from rl_lab.components.nn.policies import make_policy
 from rl_lab.components.nn.return_normalizer import ReturnNormalizer
 from rl_lab.components.nn.slow_copy import SlowCopy
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import ConfigError, require_choice
 from rl_lab.records import ActMode, NoiseSpec, Spec
 
 GRADIENTS = ("reinforce", "dynamics")
@@ -41,8 +41,7 @@ class DreamerActorController(nn.Module):
         gradient: str = "reinforce",
     ) -> None:
         super().__init__()
-        if gradient not in GRADIENTS:
-            raise ConfigError(f"controllers.actor.gradient is '{gradient}'.{closest(gradient, GRADIENTS)}")
+        require_choice("controllers.actor.gradient", gradient, GRADIENTS)
         if gradient == "dynamics" and spec.action.kind != "continuous":
             raise ConfigError(
                 f"controllers.actor.gradient=dynamics needs continuous actions, these are {spec.action.kind}: "
