@@ -12,7 +12,8 @@ import torch
 from rl_lab.components.nn.categorical import one_hot
 from rl_lab.components.nn.fast_path import fast, fast_path, resolve_fast_path
 from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
-from rl_lab.components.representation_learners.rssm_dream import dream
+from rl_lab.components.representation_learners.rssm_dream import FrozenDynamics, dream
+from rl_lab.components.representation_learners.rssm_dream_gradient import dream_with_gradient
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, ArraySpec, Batch, Dreamed, Imagined
 from rl_lab.workflows.base import PolicyState, WorldModelWorkflow
@@ -78,9 +79,11 @@ class DreamerActing(WorldModelWorkflow):
 
         Where gradients are wanted they go from states to the actions before them, and from these to the policy.
         """
-        if fast() and not torch.is_grad_enabled():
+        if fast() and torch.is_grad_enabled():
+            return dream_with_gradient(self.rssm, self.actor, state, prior_noise, action_noise)
+        if fast():
             policy = self.actor.frozen(product_dtype(self.device))
-            return dream(self.rssm, policy, state, prior_noise, action_noise)
+            return dream(FrozenDynamics(self.rssm), policy, state, prior_noise, action_noise)
         features, actions = [self.rssm.feature(state)], []
         for prior_t, action_t in zip(prior_noise.unbind(0), action_noise.unbind(0)):
             actions.append(self.actor.sample(features[-1].detach(), action_t))

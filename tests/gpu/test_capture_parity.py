@@ -31,13 +31,17 @@ def test_captured_updates_give_the_eager_numbers(hook: str, fast_path: str):
     print(f"{hook}: largest relative difference over 8 updates {worst:.1e}")
 
 
+DYNAMICS = (
+    "environment=dummy_continuous",
+    "controllers.actor.gradient=dynamics",
+    "controllers.critic.out_scale=1.0",  # heads that start at zero would pass nothing on
+    "components.reward_head.out_scale=1.0",
+)
+
+
 @pytest.mark.parametrize("hook", ["update", "update_controller"])
 def test_captured_gradients_through_the_dynamics_are_the_eager_ones(hook: str):
-    words = [
-        "environment=dummy_continuous",
-        "controllers.actor.gradient=dynamics",
-        "training.precision=float32",
-    ]
+    words = [*DYNAMICS, "training.precision=float32"]
     eager = losses(built(*words, "training.capture=false", hook=hook), hook)
     run = built(*words, "training.capture=true", hook=hook)
     assert_same_losses(eager, losses(run, hook))
@@ -66,7 +70,9 @@ def one_update(*words: str, hook: str = "update") -> tuple[dict[str, float], dic
     return metrics, gradients
 
 
-@pytest.mark.parametrize("words", [("size=1m",), IMAGES], ids=["vector", "images"])
+@pytest.mark.parametrize(
+    "words", [("size=1m",), IMAGES, (*DYNAMICS, "size=1m")], ids=["vector", "images", "dynamics"]
+)
 def test_the_fast_path_gives_the_plain_numbers(words: tuple[str, ...]):
     plain, gradients = one_update("training.precision=float32", "training.fast_path=off", *words)
     quick, fast_gradients = one_update("training.precision=float32", "training.fast_path=on", *words)
@@ -78,7 +84,9 @@ def test_the_fast_path_gives_the_plain_numbers(words: tuple[str, ...]):
 
 
 @pytest.mark.parametrize("fast_path", ["off", "on"])
-@pytest.mark.parametrize("words", [("size=1m",), IMAGES], ids=["vector", "images"])
+@pytest.mark.parametrize(
+    "words", [("size=1m",), IMAGES, (*DYNAMICS, "size=1m")], ids=["vector", "images", "dynamics"]
+)
 def test_bfloat16_stays_near_float32(words: tuple[str, ...], fast_path: str):
     exact, gradients = one_update("training.precision=float32", "training.fast_path=off", *words)
     rough, low = one_update("training.precision=bfloat16", f"training.fast_path={fast_path}", *words)

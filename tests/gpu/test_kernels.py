@@ -104,12 +104,15 @@ def test_latents(batch: int, variables: int, classes: int):
     # A border of the cumulative distribution may round to the other side of the noise.
     assert (sample_cuda.cpu() != sample).float().mean() < 1e-4
     assert (sample_cuda.view(batch, variables, classes).sum(-1) == 1).all()
-    g_probs, g_sample = torch.randn(batch, variables, classes), torch.randn(batch, variables * classes)
-    for product in (None, torch.randn(batch, variables * classes)):
-        agree(
-            latent.sample_latent_backward(*on_gpu(probs, g_probs, g_sample, product), 0.01, torch.float32),
-            latent.sample_latent_backward(probs, g_probs, g_sample, product, 0.01, torch.float32),
-        )
+    whole = variables * classes
+    g_sample = torch.randn(batch, 2, whole + 3)[:, 1, 3:]  # rows apart, as the features of a dream have them
+    for g_probs in (None, torch.randn(batch, variables, classes)):
+        for product in (None, torch.randn(batch, whole)):
+            gradients = (probs, g_probs, g_sample, product)
+            agree(
+                latent.sample_latent_backward(*on_gpu(*gradients), 0.01, torch.float32),
+                latent.sample_latent_backward(*gradients, 0.01, torch.float32),
+            )
 
 
 @pytest.mark.parametrize("channels", [3, 32, 48])

@@ -66,14 +66,19 @@ def slow_gradient(
     return list(torch.autograd.grad(loss, list(w.actor.parameters())))
 
 
-def test_the_gradient_is_that_of_the_loss_written_out():
-    workflow = make(algorithm__entropy=0.1)
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("fast_path", ["off", "on"])
+def test_the_gradient_is_that_of_the_loss_written_out(fast_path: str, blocks: int):
+    workflow = make(algorithm__entropy=0.1, training__fast_path=fast_path, algorithm__size__blocks=blocks)
     noise = draw_noise(workflow, "update")
+    noise["action"] *= 3.0  # some beyond the limits of an action
     expected = slow_gradient(workflow, noise, entropy=0.1)
     with torch.no_grad():
         states, _ = workflow.infer(make_batch(workflow), noise["posterior"])
-    dreams = workflow._valued_dreams(states, noise)
-    learned = workflow._learn_from_dreams(dreams, {"entropy": torch.tensor(0.1)})
+    with workflow.autocast():
+        dreams = workflow._valued_dreams(states, noise)
+        learned = workflow._learn_from_dreams(dreams, {"entropy": torch.tensor(0.1)})
+    assert (dreams.action.abs() > 1.0).any() and (dreams.action.abs() < 1.0).any()
     found = {id(parameter): gradient for parameter, gradient in learned.gradients.found}
     assert max(gradient.abs().max() for gradient in expected) > 1e-3
     for parameter, gradient in zip(workflow.actor.parameters(), expected):
@@ -123,3 +128,18 @@ def test_choices_have_no_such_gradient_and_words_are_checked():
         make_dreamer(vector_spec(DISCRETE), controllers__actor__gradient="dynamics")
     with pytest.raises(ConfigError, match="reinforce"):
         make_dreamer(vector_spec(CONTINUOUS), controllers__actor__gradient="reinforced")
+
+
+def test_in_bfloat16_the_gradient_points_the_same_way():
+    found = []
+    for precision, fast_path in (("float32", "off"), ("bfloat16", "on")):
+        workflow = make(training__precision=precision, training__fast_path=fast_path)
+        noise = draw_noise(workflow, "update")
+        states = workflow.rssm.initial_state(2)
+        states = {key: value.unsqueeze(1).expand(-1, 5, *value.shape[1:]) for key, value in states.items()}
+        with workflow.autocast():
+            dreams = workflow._valued_dreams(states, noise)
+            learned = workflow._learn_from_dreams(dreams, {"entropy": torch.tensor(0.0)})
+        gradients = {id(parameter): gradient for parameter, gradient in learned.gradients.found}
+        found.append(torch.cat([gradients[id(p)].float().flatten() for p in workflow.actor.parameters()]))
+    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.999

@@ -1,10 +1,10 @@
-"""A network without gradient whose weights are cast once, not in front of every product."""
+"""A network whose weights are cast once, not in front of every product, and get no gradient."""
 
 from __future__ import annotations
 
 import torch
 
-from rl_lab.components.nn.kernels.norm_silu import norm_silu_forward
+from rl_lab.components.nn.kernels.norm_silu import norm_silu_forward, norm_silu_input_gradient
 from rl_lab.components.nn.linear import Linear
 from rl_lab.components.nn.mlp import MLP
 from rl_lab.components.nn.norm import RMSNorm
@@ -24,17 +24,41 @@ class FrozenMLP:
             last = torch.float32 if mlp.float_out else dtype
             self.out = (mlp.out.weight.detach().to(last).t(), mlp.out.bias.detach().to(last))
 
-    def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (N, inputs) -> what the last layer sees, (N, units)."""
-        for weight, bias, norm, eps in self.layers:
-            x = norm_silu_forward(x @ weight, bias, norm, eps)
-        return x
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (N, inputs) -> (N, outputs)."""
-        x = self.hidden(x)
-        if self.out is None:
-            return x
-        weight, bias = self.out
-        with torch.autocast(x.device.type, enabled=False):
-            return torch.addmm(bias, x.to(bias.dtype), weight)
+        """x: (N, inputs) -> (N, outputs), or (N, units) without a last layer."""
+        return self.traced(x)[0]
+
+    def traced(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The result, and every layer's product (N, units), which `first_gradient` needs."""
+        products = []
+        for weight, bias, norm, eps in self.layers:
+            products.append(x @ weight)
+            x = norm_silu_forward(products[-1], bias, norm, eps)
+        if self.out is not None:
+            weight, bias = self.out
+            with torch.autocast(x.device.type, enabled=False):
+                x = torch.addmm(bias, x.to(bias.dtype), weight)
+        return x, products
+
+    def first_gradient(
+        self,
+        grad: torch.Tensor,  # (N, outputs)
+        products: list[torch.Tensor],
+        out: torch.Tensor | None = None,  # (N, units) rows may lie apart
+    ) -> torch.Tensor:
+        """Gradient of the first layer's product (N, units). The input's is its product with `first_weight`."""
+        if self.out is not None:
+            weight, _ = self.out
+            grad = (grad.to(weight.dtype) @ weight.t()).to(products[-1].dtype)
+        for n in reversed(range(len(self.layers))):
+            weight, bias, norm, eps = self.layers[n]
+            target = torch.empty_like(products[n]) if n > 0 or out is None else out
+            grad = norm_silu_input_gradient(grad, products[n], bias, norm, eps, target)
+            if n > 0:
+                grad = grad @ weight.t()
+        return grad
+
+    @property
+    def first_weight(self) -> torch.Tensor:
+        """(units, inputs) in the products' dtype."""
+        return self.layers[0][0].t()

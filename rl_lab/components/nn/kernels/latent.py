@@ -27,8 +27,9 @@ def sample_latent(
 
 def sample_latent_backward(
     probs: torch.Tensor,  # (B, S, C) as given by `sample_latent`
-    grad_probs: torch.Tensor,  # (B, S, C) float32, of the probabilities; rows may lie apart
-    grad_sample: torch.Tensor,  # (B, S·C) float32, of the sample; rows may lie apart
+    grad_probs: torch.Tensor
+    | None,  # (B, S, C) of the probabilities, if anything reads them; rows may lie apart
+    grad_sample: torch.Tensor,  # (B, S·C) of the sample; rows may lie apart
     product: torch.Tensor | None,  # (B, S·C) of the sample too, through the next step's product
     unimix: float,
     low: torch.dtype,
@@ -38,7 +39,7 @@ def sample_latent_backward(
         from rl_lab.components.nn.kernels import latent_triton
 
         return latent_triton.sample_latent_backward(probs, grad_probs, grad_sample, product, unimix, low)
-    g = grad_sample if product is None else grad_sample + product.float()
-    g = (g.reshape(probs.shape) + grad_probs) * (1.0 - unimix)
+    parts = [grad for grad in (grad_sample, product, grad_probs) if grad is not None]
+    g = sum(grad.reshape(probs.shape).float() for grad in parts) * (1.0 - unimix)
     soft = (probs - unimix / probs.shape[-1]) / (1.0 - unimix)
     return (soft * (g - (g * soft).sum(-1, keepdim=True))).flatten(-2).to(low)

@@ -57,7 +57,8 @@ def sample_latent(
 @triton.jit
 def _sample_backward_kernel(
     probs, grad_probs, grad_sample, product, out, gp_stride, gs_stride, unimix,
-    S: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, VARIABLES: tl.constexpr, HAS_PRODUCT: tl.constexpr,
+    S: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, VARIABLES: tl.constexpr,
+    HAS_PROBS: tl.constexpr, HAS_PRODUCT: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     variable = tl.program_id(1) * VARIABLES + tl.arange(0, VARIABLES)
@@ -65,8 +66,9 @@ def _sample_backward_kernel(
     at = variable[:, None] * C + column[None, :]
     inside = (variable[:, None] < S) & (column[None, :] < C)
     row = b.to(tl.int64) * (S * C) + at
-    g = tl.load(grad_probs + b.to(tl.int64) * gp_stride + at, mask=inside, other=0.0).to(tl.float32)
-    g += tl.load(grad_sample + b.to(tl.int64) * gs_stride + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad_sample + b.to(tl.int64) * gs_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_PROBS:
+        g += tl.load(grad_probs + b.to(tl.int64) * gp_stride + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_PRODUCT:
         g += tl.load(product + row, mask=inside, other=0.0).to(tl.float32)
     g = g * (1.0 - unimix)
@@ -78,7 +80,7 @@ def _sample_backward_kernel(
 
 def sample_latent_backward(
     probs: torch.Tensor,
-    grad_probs: torch.Tensor,
+    grad_probs: torch.Tensor | None,
     grad_sample: torch.Tensor,
     product: torch.Tensor | None,
     unimix: float,
@@ -88,8 +90,9 @@ def sample_latent_backward(
     out = torch.empty((batch, variables * classes), dtype=low, device=probs.device)
     grid, block, group = _grid(batch, variables, classes)
     _sample_backward_kernel[grid](
-        probs, grad_probs, grad_sample, probs if product is None else product, out,
-        grad_probs.stride(0), grad_sample.stride(0), unimix,
-        S=variables, C=classes, BLOCK=block, VARIABLES=group, HAS_PRODUCT=product is not None, num_warps=2,
+        probs, probs if grad_probs is None else grad_probs, grad_sample, probs if product is None else product, out,
+        0 if grad_probs is None else grad_probs.stride(0), grad_sample.stride(0), unimix,
+        S=variables, C=classes, BLOCK=block, VARIABLES=group,
+        HAS_PROBS=grad_probs is not None, HAS_PRODUCT=product is not None, num_warps=2,
     )  # fmt: skip
     return out
