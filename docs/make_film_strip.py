@@ -1,5 +1,6 @@
 """A run's open-loop film (`media/reconstructions/*.gif`) as a picture: moments side by side; truth, model, error below.
 
+From the repository's root:
     python docs/make_film_strip.py RUN/media/reconstructions/report_open_loop_image_000050000.gif docs/images/NAME.png
 """
 
