@@ -6,8 +6,8 @@
     obs, info = env.reset(seed=1)
     obs, reward, terminated, truncated, info = env.step(env.action_space.sample())
 
-`WorldModelVectorEnv` is the same for B dreams, with the interface of `VectorEnv`. Where a model has no decoder,
-observations are an empty dict; reward and ends are there.
+`WorldModelVectorEnv` is the same for B dreams, with the interface of `VectorEnv`. What a model does
+not decode is missing from its observations; without a decoder they are an empty dict. Reward and ends are there.
 """
 
 from __future__ import annotations

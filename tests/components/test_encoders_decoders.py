@@ -107,6 +107,29 @@ def test_helpful_messages():
         MLPEncoder(spec=spec_of(IMAGE), units=8)
 
 
+def test_encoder_and_decoder_may_leave_observations_out():
+    spec = spec_of({**VECTOR, **IMAGE})
+    encoder = DictEncoder(spec=spec, units=8, depth=2, keys=["image", "position"])
+    assert encoder.embed_dim == dict_embed_dim(spec, units=8, depth=2, keys=["image", "position"])
+    obs = observations_of(spec, 2)
+    assert torch.equal(encoder(obs), encoder({**obs, "count": obs["count"] + 1}))
+    assert not torch.equal(encoder(obs), encoder({**obs, "position": obs["position"] + 1}))
+    decoder = DictDecoder(spec=spec, units=8, depth=2, keys=["count"], **STATE_SIZES)
+    prediction = decoder({"deter": torch.randn(2, 16), "stoch": torch.randn(2, 3, 4)}, torch.randn(2, 28))
+    assert set(prediction) == set(decoder.losses(prediction, obs)) == {"count"}
+
+
+@pytest.mark.parametrize(
+    "keys, says",
+    [(["positions"], "Did you mean 'position'"), ([], "null for all"), ("image", "must be a list")],
+)
+def test_keys_that_are_not_there(keys, says):
+    with pytest.raises(ConfigError, match=says):
+        DictEncoder(spec=spec_of({**VECTOR, **IMAGE}), units=8, depth=2, keys=keys)
+    with pytest.raises(ConfigError, match=r"components\.decoder\.keys"):
+        DictDecoder(spec=spec_of(VECTOR), units=8, depth=2, keys=keys, **STATE_SIZES)
+
+
 def test_identity_passes_everything_through():
     identity = IdentityRepresentation()
     obs = {"vector": torch.randn(2, 4)}

@@ -17,8 +17,9 @@ from dreamer_case import (
 from omegaconf import OmegaConf
 
 from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.environments.dreams import Dreams
 from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, Batch
+from rl_lab.records import ActMode, Batch, Spec
 
 WORLD_MODEL = {"encoder", "rssm", "decoder", "reward_head", "continue_head"}
 
@@ -313,3 +314,15 @@ def test_batch_mapping_is_enough():
     workflow = make_dreamer()
     batch = Batch(dict(make_batch(workflow).columns))
     assert torch.isfinite(run_hook(workflow, "update", batch).metrics["loss"])
+
+
+def test_parts_that_leave_observations_out():
+    spec = Spec("both", {**vector_spec().observations, **image_spec().observations}, DISCRETE)
+    workflow = make_dreamer(spec, components__encoder__keys=["vector"], components__decoder__keys=["image"])
+    assert workflow.rssm.embed_dim == workflow.encoder.embed_dim == 8
+    metrics = run_hook(workflow, "update").metrics
+    assert [name for name in metrics if "reconstruction" in name] == ["loss/reconstruction/image"]
+    dreams = Dreams(workflow, spec, flush_every=1)
+    assert set(dreams.start(make_batch(workflow))) == {"image"}
+    with pytest.raises(ConfigError, match="has only image"):
+        dreams.step(torch.zeros(2, dtype=torch.int64))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from rl_lab.components.representation_learners.image_decoder import ImageDecoder
-from rl_lab.components.representation_learners.observations import image_keys, vector_keys
+from rl_lab.components.representation_learners.observations import chosen, image_keys, vector_keys
 from rl_lab.components.representation_learners.vector_decoder import State, VectorDecoder
 from rl_lab.records import Spec
 
 
 class DictDecoder(nn.Module):
-    """Predicts every observation of the environment; `losses` compares, `observations` gives readable values."""
+    """Predicts the environment's observations, or of these the `keys`.
+
+    `losses` compares, `observations` gives readable values.
+    """
 
     def __init__(
         self,
@@ -28,8 +31,10 @@ class DictDecoder(nn.Module):
         units: int,
         depth: int,
         layers: int = 3,
+        keys: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        spec = chosen(spec, keys, "decoder")
         parts: list[VectorDecoder | ImageDecoder] = []
         if vector_keys(spec):
             features = deter + stoch * classes

@@ -1,14 +1,29 @@
-"""Which observations are images and which are vectors."""
+"""Which observations a part reads, which of them are images and which vectors."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from rl_lab.errors import ConfigError
+from rl_lab.errors import ConfigError, reject_unknown
 from rl_lab.records import ArraySpec, Spec
+
+
+def chosen(spec: Spec, keys: Sequence[str] | None, part: str) -> Spec:
+    """The spec with these observations alone; None: all of them. `part` is named where one is unknown."""
+    if keys is None:
+        return spec
+    where = f"components.{part}.keys"
+    if isinstance(keys, str) or not keys:
+        raise ConfigError(
+            f"{where}={keys!r} must be a list of observations: [{', '.join(sorted(spec.observations))}] "
+            "or some of these, or null for all"
+        )
+    reject_unknown(where, keys, spec.observations)
+    return dataclasses.replace(spec, observations={key: spec.observations[key] for key in keys})
 
 
 def is_image(spec: ArraySpec) -> bool:

@@ -7,6 +7,8 @@ through world models"; sizes, gate order and initialisation from danijar/dreamer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,7 +30,7 @@ State = dict[str, torch.Tensor]
 class RSSM(nn.Module):
     """Latent dynamics: `observe`, `observe_sequence`, `imagine_step`.
 
-    embed_dim: width of the encoder's output; None takes what a DictEncoder of `units` and `depth` gives.
+    embed_dim: width of the encoder's output; None takes what a DictEncoder of `units`, `depth` and `keys` gives.
     """
 
     def __init__(
@@ -45,11 +47,14 @@ class RSSM(nn.Module):
         embed_dim: int | None = None,
         units: int = 0,
         depth: int = 0,
+        keys: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.deter, self.stoch, self.classes = deter, stoch, classes
         self.unimix = unimix
-        self.embed_dim = dict_embed_dim(spec, units=units, depth=depth) if embed_dim is None else embed_dim
+        if embed_dim is None:
+            embed_dim = dict_embed_dim(spec, units=units, depth=depth, keys=keys)
+        self.embed_dim = embed_dim
         self.features = deter + stoch * classes
         self.action_encoder = ActionEncoder(spec.action)
         self.action_in = MLP(self.action_encoder.out_features, hidden, 1)
