@@ -51,11 +51,6 @@ class PlainDoor:
         self._terminated = self._truncated = np.zeros(0, dtype=bool)
         self._first = np.zeros(0, dtype=bool)  # whether the next row is the first of an episode
 
-    @staticmethod
-    def is_plain(trajectory: Mapping[str, Any]) -> bool:
-        """Whether a trajectory has the plain form rather than stored rows."""
-        return "observations" in trajectory or "rewards" in trajectory
-
     def convert(self, trajectory: Mapping[str, Any] | None) -> dict[str, np.ndarray] | None:
         """Rows for `buffer.add`; None when there is nothing in the trajectory.
 

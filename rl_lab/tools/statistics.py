@@ -44,10 +44,6 @@ class Interval:
     def bounded(self) -> bool:
         return bool(np.isfinite(self.low) and np.isfinite(self.high))
 
-    def to_json(self) -> dict[str, float | None]:
-        bounds = (self.low, self.high) if self.bounded else (None, None)
-        return {"value": self.value, "low": bounds[0], "high": bounds[1]}
-
 
 # ---------------------------------------------------------------- aggregates
 
