@@ -4,7 +4,7 @@
     python docs/keep_learning.py draw PICTURE NAME NAME …
 
 RUN is a run folder or a metrics.jsonl. The JSON holds the evaluations, what was published (`--published 100000:962`, in
-frames) and from where, and how long it took.
+frames) and from where, and how long it took from the first logged line on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ COLUMNS = {
     "generation_best": "controller/best",
     "generation_mean": "controller/mean",
     "kl": "train/kl",
+    "height_error": "train/loss/reconstruction/height",
+    "orientations_error": "train/loss/reconstruction/orientations",
+    "velocity_error": "train/loss/reconstruction/velocity",
     "pixel_error": "train/tokenizer/pixel_error",
     "token_loss": "train/world_model/loss/tokens",
     "token_accuracy": "train/world_model/token_accuracy",

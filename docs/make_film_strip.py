@@ -24,14 +24,15 @@ def main() -> None:
     parser.add_argument("film", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--sequence", type=int, default=0)
+    parser.add_argument("--sequences", type=int, default=6, help="below one another in the film")
     parser.add_argument("--moments", type=int, default=12, help="evenly over the film")
     options = parser.parse_args()
     frames = np.stack([np.array(f.convert("RGB")) for f in ImageSequence.Iterator(Image.open(options.film))])
-    side = frames.shape[2] // len(ROWS)
+    height, width = frames.shape[1] // options.sequences, frames.shape[2] // len(ROWS)
     at = np.linspace(0, len(frames) - 1, options.moments).round().astype(int)
     chosen = torch.from_numpy(frames[at]).permute(0, 3, 1, 2)  # (n, 3, H, W)
-    chosen = chosen[:, :, options.sequence * side : (options.sequence + 1) * side]
-    save(options.picture, dict(zip(ROWS, chosen.split(side, -1))))
+    chosen = chosen[:, :, options.sequence * height : (options.sequence + 1) * height]
+    save(options.picture, dict(zip(ROWS, chosen.split(width, -1))))
 
 
 if __name__ == "__main__":

@@ -149,14 +149,16 @@ class Dreams:
     def flush(self) -> None:
         """Begin the model's memory anew from the newest frames: its own, where it has dreamt that many."""
         predicted = [name for name in self.spec.observations if OBS_PREFIX + name in self._rows[-1]]
-        message = "flush_every needs a model with a decoder for all that it sees: its memory restarts from what it dreamt"
+        message = "a memory that begins anew (flush_every) needs a model with a decoder for all that it sees"
         if not predicted:
             raise ConfigError(message)
         columns = {name: torch.stack([row[name] for row in self._rows], 1) for name in self._rows[-1]}
         try:
             self.state = self.workflow.dream_start(Batch(columns), generator=self._generator)
         except KeyError as error:
-            raise ConfigError(f"{message}, and that has only {', '.join(predicted)}") from error
+            if len(predicted) == len(self.spec.observations):
+                raise
+            raise ConfigError(f"{message}: this one predicts only {', '.join(predicted)}") from error
         self._since_flush = 0
 
     # ---------------------------------------------------------------- inside

@@ -51,7 +51,7 @@ class WorldModelEnv(gymnasium.Env):
         self.dreams = Dreams(workflow, spec, device=device, **options)
         self.render_mode = render_mode
         self.action_space = action_space(spec.action)
-        self.observation_space = observation_space(spec.observations)
+        self.observation_space = _dreamed_space(workflow, spec)
         self._choices = torch.Generator().manual_seed(0)
         self._seen: Observation = {}
         self._over = True
@@ -122,7 +122,7 @@ class WorldModelVectorEnv:
         self.spec = spec
         self.starts = starts
         self.dreams = Dreams(workflow, spec, device=device, seed=seed, **options)
-        self.single_observation_space = observation_space(spec.observations)
+        self.single_observation_space = _dreamed_space(workflow, spec)
         self.single_action_space = action_space(spec.action)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
@@ -194,6 +194,12 @@ def _choose(which: np.ndarray, yes: torch.Tensor, no: torch.Tensor) -> torch.Ten
 
 def _arrays(obs: dict[str, torch.Tensor]) -> Observation:
     return {name: value.cpu().numpy() for name, value in obs.items()}
+
+
+def _dreamed_space(workflow: Any, spec: Spec) -> gymnasium.spaces.Dict:
+    """Observations that the model decodes."""
+    names = workflow.dreamed_observations(spec)
+    return observation_space({name: spec.observations[name] for name in names})
 
 
 def _first(obs: dict[str, torch.Tensor]) -> Observation:

@@ -15,7 +15,7 @@ import torch
 
 from rl_lab.episode_tracker import Episode, EpisodeTracker, return_statistics
 from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, ArraySpec, Batch, BatchSpec, CollectResult, Dreamed, Hook, Imagined
+from rl_lab.records import ActMode, ArraySpec, Batch, BatchSpec, CollectResult, Dreamed, Hook, Imagined, Spec
 from rl_lab.workflows.context import WorkflowContext
 
 PhaseConfig = Mapping[str, Any]
@@ -120,6 +120,11 @@ class WorldModelWorkflow(ABC):
     def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
         """The current state decoded: name -> (B, …) as stored. Empty for a model without a decoder."""
         return {}
+
+    def dreamed_observations(self, spec: Spec) -> list[str]:
+        """Which of the environment's observations `dream_observation` gives."""
+        decodes = type(self).dream_observation is not WorldModelWorkflow.dream_observation
+        return list(spec.observations) if decodes else []
 
     def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
         """What the agent would do in the dream: (B, …) actions, and the state with the policy's next memory."""

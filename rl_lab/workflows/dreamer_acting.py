@@ -15,7 +15,7 @@ from rl_lab.components.nn.precision import autocast, product_dtype, resolve_prec
 from rl_lab.components.representation_learners.rssm_dream import FrozenDynamics, dream
 from rl_lab.components.representation_learners.rssm_dream_gradient import dream_with_gradient
 from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, ArraySpec, Batch, Dreamed, Imagined
+from rl_lab.records import ActMode, ArraySpec, Batch, Dreamed, Imagined, Spec
 from rl_lab.workflows.base import PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer_settings import DreamerSettings
@@ -172,6 +172,10 @@ class DreamerActing(WorldModelWorkflow):
         with self.autocast():
             decoded = self.decoder(state, self.rssm.feature(state))
             return dict(self.decoder.observations(decoded))
+
+    def dreamed_observations(self, spec: Spec) -> list[str]:
+        predicted = getattr(self.decoder, "keys", spec.observations)
+        return [name for name in spec.observations if name in predicted]
 
     @torch.no_grad()
     def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:

@@ -12,7 +12,7 @@ from rl_lab.components.nn.fast_path import fast_path, resolve_fast_path
 from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.components.representation_learners.tokenizer import to_frames, to_pixels
 from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, Batch, Dreamed, Imagined
+from rl_lab.records import ActMode, Batch, Dreamed, Imagined, Spec
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.iris_settings import IrisSettings
@@ -151,6 +151,9 @@ class IrisActing(WorldModelWorkflow):
     @torch.no_grad()
     def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
         return {self.tokenizer.key: to_pixels(state["frame"])}
+
+    def dreamed_observations(self, spec: Spec) -> list[str]:
+        return [self.tokenizer.key]
 
     @torch.no_grad()
     def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:

@@ -32,6 +32,7 @@ from rl_lab.records import (
     Hook,
     Imagined,
     NoiseSpec,
+    Spec,
     UpdateResult,
 )
 from rl_lab.utils.seeding import derive_seed
@@ -275,6 +276,9 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
     def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
         with self.autocast():
             return dict(self.vae.observations(self.vae.decode(state["z"])))
+
+    def dreamed_observations(self, spec: Spec) -> list[str]:
+        return list(self.vae.keys)
 
     @torch.no_grad()
     def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:

@@ -50,3 +50,17 @@ def test_frozen_weights_do_the_same():
             found = FrozenMLP(mlp, torch.bfloat16)(x.bfloat16())
         assert found.dtype == expected.dtype == (torch.float32 if float_out else torch.bfloat16)
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_the_way_back_through_frozen_weights_is_autograds():
+    torch.manual_seed(0)
+    for outputs, float_out in ((None, False), (5, False), (5, True)):
+        mlp = MLP(16, 32, 3, outputs=outputs, float_out=float_out)
+        x = torch.randn(8, 16, requires_grad=True)
+        grad = torch.randn(8, mlp.out_features)
+        (expected,) = torch.autograd.grad(mlp(x), x, grad)
+        frozen = FrozenMLP(mlp, torch.float32)
+        with torch.no_grad():
+            _, products = frozen.traced(x)
+            found = frozen.first_product_gradient(grad, products) @ frozen.first_weight
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

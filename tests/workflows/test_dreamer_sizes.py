@@ -6,7 +6,7 @@ from dreamer_case import dreamer_config
 from omegaconf import OmegaConf
 
 from rl_lab.build import instantiate
-from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.compose import CONFIG_FOLDER, compose_config
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
 SPEC = Spec("image", {"image": ArraySpec((3, 64, 64), "uint8")}, ActionSpec("discrete", (), (9,)))
@@ -59,3 +59,33 @@ def test_total(size):
 @pytest.mark.parametrize("size", PARTS)
 def test_by_part(size):
     assert counts_of(size) == pytest.approx(PARTS[size], abs=0.05 if size == "200m" else 0.005)
+
+
+def test_the_hyperparameters_of_2023():
+    """danijar/dreamerv3 configs.yaml @ 8fa35f8, defaults and dmc_proprio."""
+    config = compose_config(["experiment=dreamer_dmc_proprio_2023"])
+    layers = {name: (node.layers, node.units) for name, node in config.components.items() if "layers" in node}
+    layers |= {name: (node.layers, node.units) for name, node in config.controllers.items()}
+    big, small = (5, 1024), (2, 512)
+    assert layers == {
+        "encoder": big,  # mlp_layers, mlp_units
+        "decoder": big,
+        "reward_head": small,
+        "continue_head": small,
+        "actor": small,
+        "critic": small,
+    }
+    rssm = config.components.rssm
+    assert (rssm.deter, rssm.hidden, rssm.stoch, rssm.classes) == (512, 512, 32, 32)
+    assert (rssm.blocks, rssm.prior_layers, rssm.unimix, rssm.units) == (1, 1, 0.01, 1024)
+    rates = {name: (node.lr, node.eps) for name, node in config.optimizers.items()}
+    assert rates == {
+        "model": (pytest.approx(1e-4), 1e-8),
+        "actor": (pytest.approx(3e-5), 1e-5),
+        "critic": (pytest.approx(3e-5), 1e-5),
+    }
+    algorithm, environment = config.algorithm, config.environment
+    assert (algorithm.loss_scales.dynamics, algorithm.loss_scales.representation) == (0.5, 0.1)
+    assert (algorithm.train_ratio, algorithm.batch_size, algorithm.batch_length) == (512, 16, 64)
+    assert (algorithm.imagination_horizon, algorithm.entropy, algorithm.slow_critic_rate) == (15, 3e-4, 0.02)
+    assert (environment.num_envs, environment.action_repeat) == (4, 2)

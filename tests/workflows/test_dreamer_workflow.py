@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from rl_lab.compose import CONFIG_FOLDER
 from rl_lab.environments.dreams import Dreams
+from rl_lab.environments.world_model_env import WorldModelEnv
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, Batch, Spec
 
@@ -322,7 +323,10 @@ def test_parts_that_leave_observations_out():
     assert workflow.rssm.embed_dim == workflow.encoder.embed_dim == 8
     metrics = run_hook(workflow, "update").metrics
     assert [name for name in metrics if "reconstruction" in name] == ["loss/reconstruction/image"]
+    env = WorldModelEnv(workflow, spec, lambda count, generator: make_batch(workflow, size=count))
+    obs, _ = env.reset(seed=0)
+    assert set(obs) == {"image"} and env.observation_space.contains(obs)
     dreams = Dreams(workflow, spec, flush_every=1)
     assert set(dreams.start(make_batch(workflow))) == {"image"}
-    with pytest.raises(ConfigError, match="has only image"):
+    with pytest.raises(ConfigError, match="predicts only image"):
         dreams.step(torch.zeros(2, dtype=torch.int64))

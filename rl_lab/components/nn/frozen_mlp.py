@@ -29,7 +29,7 @@ class FrozenMLP:
         return self.traced(x)[0]
 
     def traced(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The result, and every layer's product (N, units), which `first_gradient` needs."""
+        """The result, and every layer's product (N, units), which `first_product_gradient` needs."""
         products = []
         for weight, bias, norm, eps in self.layers:
             products.append(x @ weight)
@@ -40,7 +40,7 @@ class FrozenMLP:
                 x = torch.addmm(bias, x.to(bias.dtype), weight)
         return x, products
 
-    def first_gradient(
+    def first_product_gradient(
         self,
         grad: torch.Tensor,  # (N, outputs)
         products: list[torch.Tensor],

@@ -35,6 +35,7 @@ class DictDecoder(nn.Module):
     ) -> None:
         super().__init__()
         spec = chosen(spec, keys, "decoder")
+        self.keys = list(spec.observations)
         parts: list[VectorDecoder | ImageDecoder] = []
         if vector_keys(spec):
             features = deter + stoch * classes

@@ -36,7 +36,7 @@ class StepTrace(NamedTuple):
 
 
 class FrozenDynamics:
-    """`RSSM.imagine_step` with the weights of this moment.
+    """`RSSM.imagine_step` with the weights of this moment (in float32 they are the parameters themselves).
 
     A state is the memory in float32 and a feature row (deter, stoch) in the products' dtype, which is also what the
     policy and the heads read: nothing is copied or joined between steps.

@@ -2,7 +2,7 @@
 
 It computes what a loop of `RSSM.imagine_step` would, arranged for a GPU: the policy sees states as given (no gradient
 goes through its eyes), so its actions are computed once more, all at once, with gradient, and the way back through time
-only passes gradients on. Weights of the world model get none.
+only passes gradients on. Weights of the world model get none; they must not change before the gradient is found.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def dream_with_gradient(
     policy = actor.frozen(product_dtype(prior_noise.device))
     features, _ = dream(dynamics, policy, state, prior_noise, action_noise, traces=traces)
     actions = actor.sample(features[:, :-1], action_noise.transpose(0, 1))
-    return DreamedFeatures.apply(actions, Dreamed(features, dynamics, traces)), actions
+    return DreamedFeatures.apply(actions, DreamRecord(features, dynamics, traces)), actions
 
 
 @dataclass
-class Dreamed:
+class DreamRecord:
     """A dream that has been dreamed without gradient."""
 
     features: torch.Tensor
@@ -50,11 +50,11 @@ class DreamedFeatures(torch.autograd.Function):
     """Actions (N, H, A) -> the features that they led to (N, H+1, F)."""
 
     @staticmethod
-    def forward(ctx: Any, actions: torch.Tensor, dreamed: Dreamed) -> torch.Tensor:
-        # Not `dreamed` itself: it holds the result, and a result that its own graph holds is freed late.
-        ctx.dynamics, ctx.traces = dreamed.dynamics, dreamed.traces
+    def forward(ctx: Any, actions: torch.Tensor, record: DreamRecord) -> torch.Tensor:
+        # Not `record` itself: it holds the result, and a result that its own graph holds is freed late.
+        ctx.dynamics, ctx.traces = record.dynamics, record.traces
         ctx.save_for_backward(actions)
-        return dreamed.features
+        return record.features
 
     @staticmethod
     @once_differentiable
@@ -64,7 +64,7 @@ class DreamedFeatures(torch.autograd.Function):
         from_action = backward_through_time(dynamics, traces, grad)  # (H, N, D)
         rows = from_action.flatten(0, 1) @ dynamics.action.t()
         products = [torch.cat(layer) for layer in zip(*(trace.action_products for trace in traces))]
-        rows = dynamics.action_in.first_gradient(rows, products) @ dynamics.action_in.first_weight
+        rows = dynamics.action_in.first_product_gradient(rows, products) @ dynamics.action_in.first_weight
         found = rows.unflatten(0, from_action.shape[:2]).transpose(0, 1).to(actions.dtype)
         ctx.traces = None
         # As `limit_action` has it: scaled where the action was, no gradient through the limit.
@@ -94,7 +94,7 @@ def backward_through_time(
         logits = sample_latent_backward(
             trace.probs, None, grad[:, t + 1, width:], from_next, w.rssm.unimix, low
         )
-        w.prior.first_gradient(logits, trace.prior_products, both[t + 1, :, :hidden])
+        w.prior.first_product_gradient(logits, trace.prior_products, both[t + 1, :, :hidden])
         raw, carry = gates_backward(
             trace.gates, w.gate_bias, trace.deter, always, grad[:, t + 1, :width], both[t + 1] @ both_weights,
             carry, entered, None if entered is None else always,

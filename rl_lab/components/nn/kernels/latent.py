@@ -27,8 +27,7 @@ def sample_latent(
 
 def sample_latent_backward(
     probs: torch.Tensor,  # (B, S, C) as given by `sample_latent`
-    grad_probs: torch.Tensor
-    | None,  # (B, S, C) of the probabilities, if anything reads them; rows may lie apart
+    grad_probs: torch.Tensor | None,  # (B, S, C) of the probabilities; rows may lie apart
     grad_sample: torch.Tensor,  # (B, S·C) of the sample; rows may lie apart
     product: torch.Tensor | None,  # (B, S·C) of the sample too, through the next step's product
     unimix: float,
