@@ -15,7 +15,7 @@ from rl_lab.build import build_evaluator
 from rl_lab.environments.dream_starts import BufferStarts, EpisodeStarts, Starts
 from rl_lab.environments.dreams import Dreams
 from rl_lab.errors import ConfigError, LabError
-from rl_lab.records import Batch
+from rl_lab.records import Batch, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.tools.play.keys_suites import keymap_for
 from rl_lab.tools.play.session import Options, PlaySession
@@ -23,7 +23,6 @@ from rl_lab.tools.play.source_both import BothSource
 from rl_lab.tools.play.source_dream import DreamSource
 from rl_lab.tools.play.source_episodes import SPLITS, EpisodesSource
 from rl_lab.tools.play.source_real import RealSource
-from rl_lab.workflows.base import WorldModelWorkflow
 
 
 def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
@@ -118,7 +117,7 @@ def build_session(
 
     dream: DreamSource | None = None
     both: BothSource | None = None
-    if shows_dreams(agent.workflow):
+    if shows_dreams(agent.workflow, agent.spec):
         flush = args.flush if args.flush is not None else agent.workflow.dream_flush
         common: dict[str, Any] = {"device": agent.device, "seed": seed, "flush_every": flush}
         dreams = Dreams(agent.workflow, agent.spec, ends=_ends(args.ends), **common)
@@ -143,10 +142,9 @@ def build_session(
     )
 
 
-def shows_dreams(workflow: Any) -> bool:
+def shows_dreams(workflow: Any, spec: Spec) -> bool:
     """Whether its model can be stepped and decoded."""
-    decodes = type(workflow).dream_observation is not WorldModelWorkflow.dream_observation
-    return bool(workflow.can_dream) and decodes
+    return bool(workflow.can_dream and workflow.dreamed_observations(spec))
 
 
 def headless() -> bool:
