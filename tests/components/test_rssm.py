@@ -105,6 +105,29 @@ def test_state_is_one_hot(rssm, inputs):
     assert rssm.feature(states).shape == (B, T, 8 + S * C) == (B, T, rssm.features)
 
 
+def test_an_action_that_enters_as_it_is_keeps_its_size():
+    """A normed layer whose bias is still 0 sees where an action points to, not how far."""
+    continuous = Spec("test", SPEC.observations, ActionSpec("continuous", (2,), (), (-1.0, -1.0), (1.0, 1.0)))
+    action, noise = torch.tensor([[0.2, -0.4], [0.4, -0.8]]), torch.rand(1, S).expand(2, S)
+    memory, changes = torch.rand(1, 8).expand(2, 8), []
+    for layers in (1, 0):
+        torch.manual_seed(0)
+        rssm = RSSM(
+            spec=continuous,
+            deter=8,
+            hidden=6,
+            stoch=S,
+            classes=C,
+            blocks=2,
+            embed_dim=E,
+            action_layers=layers,
+        )
+        state = {**rssm.initial_state(2), "deter": memory}
+        small, large = rssm.imagine_step(state, action, noise)["deter"].detach()
+        changes.append(float((large - small).norm() / small.norm()))
+    assert changes[1] > 10 * changes[0], changes
+
+
 def test_embedding_width_follows_the_dict_encoder():
     made = RSSM(spec=SPEC, deter=8, hidden=6, stoch=S, classes=C, blocks=2, units=11, depth=2)
     assert made.embed_dim == 11

@@ -34,9 +34,10 @@ def test_bins_are_symmetric_and_reach_as_far_as_published():
     assert (two_hot.bins.diff() > 0).all()
 
 
+@pytest.mark.parametrize("space", ["numbers", "symlog"])
 @pytest.mark.parametrize("bins", [3, 41, 255])
-def test_equal_logits_mean_exactly_zero(bins):
-    assert torch.equal(TwoHot(bins).mean(torch.zeros(4, bins)), torch.zeros(4))
+def test_equal_logits_mean_exactly_zero(bins, space):
+    assert torch.equal(TwoHot(bins, space=space).mean(torch.zeros(4, bins)), torch.zeros(4))
 
 
 def test_zero_initialised_head_predicts_exactly_zero():
@@ -60,6 +61,37 @@ def test_target_mean_is_the_value_itself():
     lower, weight = two_hot.encode(values)
     recovered = (1 - weight) * two_hot.bins[lower] + weight * two_hot.bins[lower + 1]
     assert torch.allclose(recovered, values, atol=1e-4)
+
+
+def test_in_symlog_space_logarithms_are_weighted_and_averaged():
+    """By hand, bins at symlog -2, -1, 0, 1, 2: the number e² - 1 is bin 4, e^1.5 - 1 half way between 3 and 4."""
+    two_hot = TwoHot(5, limit=2.0, space="symlog")
+    values = torch.tensor([math.expm1(2.0), math.expm1(1.5), -math.expm1(0.25), 1e9])
+    lower, weight = two_hot.encode(values)
+    assert torch.allclose(lower + weight, torch.tensor([4.0, 3.5, 1.75, 4.0]))
+    # Unsure between 0 and e² - 1 = 6.39: the logarithms' mean is 1, and e - 1 = 1.72, not 3.19.
+    unsure = torch.tensor([-100.0, -100.0, 0.0, -100.0, 0.0])
+    assert two_hot.mean(unsure).item() == pytest.approx(math.expm1(1.0))
+    assert TwoHot(5, limit=2.0).mean(unsure).item() == pytest.approx(math.expm1(2.0) / 2)
+
+
+def test_the_fused_loss_in_symlog_space_is_the_plain_one():
+    torch.manual_seed(0)
+    two_hot = TwoHot(41, space="symlog")
+    logits = torch.randn(2, 9, 41, requires_grad=True)
+    targets = [torch.randn(2, 9) * 200, torch.randn(2, 9)]
+    plain = two_hot.loss(logits, *targets)
+    with fast_path(True):
+        quick = two_hot.loss(logits, *targets)
+    assert torch.allclose(plain, quick, atol=1e-5)
+    weight = torch.rand(2, 9)
+    expected, found = (torch.autograd.grad(loss, logits, weight)[0] for loss in (plain, quick))
+    assert torch.allclose(expected, found, atol=1e-6)
+
+
+def test_a_space_that_is_not_known_is_named():
+    with pytest.raises(ConfigError, match="two-hot space is 'symexp'"):
+        TwoHot(space="symexp")
 
 
 def test_mean_follows_the_distribution():

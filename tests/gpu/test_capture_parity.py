@@ -39,6 +39,16 @@ DYNAMICS = (
 )
 
 
+# The parts of dreamer_dmc_proprio_2023
+EARLY = (
+    *DYNAMICS,
+    "components.rssm.action_layers=0",
+    "components.reward_head.space=symlog",
+    "controllers.critic.space=symlog",
+    "size=1m",
+)
+
+
 @pytest.mark.parametrize("hook", ["update", "update_controller"])
 def test_captured_gradients_through_the_dynamics_are_the_eager_ones(hook: str):
     words = [*DYNAMICS, "training.precision=float32"]
@@ -71,7 +81,9 @@ def one_update(*words: str, hook: str = "update") -> tuple[dict[str, float], dic
 
 
 @pytest.mark.parametrize(
-    "words", [("size=1m",), IMAGES, (*DYNAMICS, "size=1m")], ids=["vector", "images", "dynamics"]
+    "words",
+    [("size=1m",), IMAGES, (*DYNAMICS, "size=1m"), EARLY],
+    ids=["vector", "images", "dynamics", "dynamics_2023"],
 )
 def test_the_fast_path_gives_the_plain_numbers(words: tuple[str, ...]):
     plain, gradients = one_update("training.precision=float32", "training.fast_path=off", *words)
@@ -85,12 +97,16 @@ def test_the_fast_path_gives_the_plain_numbers(words: tuple[str, ...]):
 
 @pytest.mark.parametrize("fast_path", ["off", "on"])
 @pytest.mark.parametrize(
-    "words", [("size=1m",), IMAGES, (*DYNAMICS, "size=1m")], ids=["vector", "images", "dynamics"]
+    "words",
+    [("size=1m",), IMAGES, (*DYNAMICS, "size=1m"), EARLY],
+    ids=["vector", "images", "dynamics", "dynamics_2023"],
 )
 def test_bfloat16_stays_near_float32(words: tuple[str, ...], fast_path: str):
     exact, gradients = one_update("training.precision=float32", "training.fast_path=off", *words)
     rough, low = one_update("training.precision=bfloat16", f"training.fast_path={fast_path}", *words)
-    assert abs(exact["loss"] - rough["loss"]) / abs(exact["loss"]) < 0.01
+    # Against the size of what is summed: the actor's part has either sign, and the sum may be small by chance.
+    size = sum(abs(value) for name, value in exact.items() if "loss/" in name)
+    assert abs(exact["loss"] - rough["loss"]) / size < 0.01
     everything = [torch.cat(list(found.values())) for found in (gradients, low)]
     assert torch.nn.functional.cosine_similarity(*everything, dim=0) > 0.99
     cosines = {

@@ -66,10 +66,21 @@ def slow_gradient(
     return list(torch.autograd.grad(loss, list(w.actor.parameters())))
 
 
-@pytest.mark.parametrize("blocks", [1, 4])
+FORMS = {
+    "current": {},
+    "blocks": {"algorithm__size__blocks": 4},
+    "2023": {
+        "components__rssm__action_layers": 0,
+        "components__reward_head__space": "symlog",
+        "controllers__critic__space": "symlog",
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fast_path", ["off", "on"])
-def test_the_gradient_is_that_of_the_loss_written_out(fast_path: str, blocks: int):
-    workflow = make(algorithm__entropy=0.1, training__fast_path=fast_path, algorithm__size__blocks=blocks)
+def test_the_gradient_is_that_of_the_loss_written_out(fast_path: str, form: str):
+    workflow = make(algorithm__entropy=0.1, training__fast_path=fast_path, **FORMS[form])
     noise = draw_noise(workflow, "update")
     noise["action"] *= 3.0  # some beyond the limits of an action
     expected = slow_gradient(workflow, noise, entropy=0.1)

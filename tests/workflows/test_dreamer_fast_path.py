@@ -33,9 +33,18 @@ def both(spec: Spec) -> Spec:
     "spec", [vector_spec(), vector_spec(CONTINUOUS), image_spec(action=MULTI), both(vector_spec())]
 )
 def test_a_fast_update_gives_the_plain_numbers(spec: Spec, hook: str):
+    assert_fast_is_plain(spec, hook)
+
+
+def test_a_fast_update_of_the_2023_parts_gives_the_plain_numbers():
+    changes = {"components__reward_head__space": "symlog", "controllers__critic__space": "symlog"}
+    assert_fast_is_plain(vector_spec(CONTINUOUS), "update", components__rssm__action_layers=0, **changes)
+
+
+def assert_fast_is_plain(spec: Spec, hook: str, **changes) -> None:
     results = {}
     for choice in ("off", "on"):
-        workflow = jittered(make_dreamer(spec, training__fast_path=choice))
+        workflow = jittered(make_dreamer(spec, training__fast_path=choice, **changes))
         assert workflow.fast == (choice == "on")
         update = run_hook(workflow, hook)
         gradients = {

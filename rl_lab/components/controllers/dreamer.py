@@ -109,11 +109,18 @@ class DreamerCriticController(nn.Module):
         layers: int = 3,
         bins: int = 255,
         limit: float = 20.0,
+        space: str = "numbers",
         out_scale: float = 0.0,
     ) -> None:
         super().__init__()
         self.head = TwoHotHead(
-            features=features, units=units, layers=layers, bins=bins, limit=limit, out_scale=out_scale
+            features=features,
+            units=units,
+            layers=layers,
+            bins=bins,
+            limit=limit,
+            space=space,
+            out_scale=out_scale,
         )
         self.slow = SlowCopy(self.head)
 

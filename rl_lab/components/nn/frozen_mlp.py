@@ -58,6 +58,12 @@ class FrozenMLP:
                 grad = grad @ weight.t()
         return grad
 
+    def input_gradient(self, grad: torch.Tensor, products: list[torch.Tensor]) -> torch.Tensor:
+        """grad: (N, outputs) -> (N, inputs). A network without layers hands on what it is given."""
+        if not self.layers:
+            return grad
+        return self.first_product_gradient(grad, products) @ self.first_weight
+
     @property
     def first_weight(self) -> torch.Tensor:
         """(units, inputs) in the products' dtype."""

@@ -24,11 +24,12 @@ class TwoHotHead(nn.Module):
         layers: int,
         bins: int = 255,
         limit: float = 20.0,
+        space: str = "numbers",
         out_scale: float = 0.0,
     ) -> None:
         super().__init__()
         self.mlp = MLP(features, units, layers, outputs=bins, out_scale=out_scale, float_out=True)
-        self.two_hot = TwoHot(bins, limit=limit)
+        self.two_hot = TwoHot(bins, limit=limit, space=space)
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:
         """feature: (…, features) -> logits (…, bins)."""

@@ -31,6 +31,7 @@ class RSSM(nn.Module):
     """Latent dynamics: `observe`, `observe_sequence`, `imagine_step`.
 
     embed_dim: width of the encoder's output; None takes what a DictEncoder of `units`, `depth` and `keys` gives.
+    action_layers: normed layers of the action's own way in; with 0 it enters the recurrence as it is.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RSSM(nn.Module):
         classes: int,
         blocks: int = 8,
         prior_layers: int = 2,
+        action_layers: int = 1,
         unimix: float = 0.01,
         embed_dim: int | None = None,
         units: int = 0,
@@ -57,9 +59,9 @@ class RSSM(nn.Module):
         self.embed_dim = embed_dim
         self.features = deter + stoch * classes
         self.action_encoder = ActionEncoder(spec.action)
-        self.action_in = MLP(self.action_encoder.out_features, hidden, 1)
+        self.action_in = MLP(self.action_encoder.out_features, hidden, action_layers)
         self.stoch_in = MLP(stoch * classes, hidden, 1)
-        self.gru = BlockGRU(deter, hidden, inputs=2 * hidden, blocks=blocks)
+        self.gru = BlockGRU(deter, hidden, inputs=hidden + self.action_in.out_features, blocks=blocks)
         self.posterior_in = Linear(deter + self.embed_dim, hidden)
         self.posterior_norm = RMSNorm(hidden)
         self.posterior_out = Linear(hidden, stoch * classes)

@@ -64,7 +64,7 @@ class DreamedFeatures(torch.autograd.Function):
         from_action = backward_through_time(dynamics, traces, grad)  # (H, N, D)
         rows = from_action.flatten(0, 1) @ dynamics.action.t()
         products = [torch.cat(layer) for layer in zip(*(trace.action_products for trace in traces))]
-        rows = dynamics.action_in.first_product_gradient(rows, products) @ dynamics.action_in.first_weight
+        rows = dynamics.action_in.input_gradient(rows, products)
         found = rows.unflatten(0, from_action.shape[:2]).transpose(0, 1).to(actions.dtype)
         ctx.traces = None
         # As `limit_action` has it: scaled where the action was, no gradient through the limit.

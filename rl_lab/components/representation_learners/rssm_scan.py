@@ -41,7 +41,7 @@ def scan_posterior(
     rssm: RSSM,
     state: dict[str, torch.Tensor],  # deter (B, D), stoch (B, S, C) before the first row
     keep: torch.Tensor,  # (B, T) float32
-    actions: torch.Tensor,  # (B, T, h) after the action's way in
+    actions: torch.Tensor,  # (B, T, a) after the action's way in
     embeds: torch.Tensor,  # (B, T, h) the observation's half of the posterior's first layer, with its bias
     noise: torch.Tensor,  # (B, T, S)
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -76,13 +76,13 @@ def scan_posterior(
 
 
 def split_layer(rssm: RSSM) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block layer's weights (g, d + 3h, d): those for memory and state (g, d + 2h, d), those for the action (h, D).
+    """The block layer's weights (g, d + 2h + a, d): those for memory and state (g, d + 2h, d), for the action (a, D).
 
     Every block sees the same action, so its part is one dense product, and not part of the recurrence.
     """
     weight = rssm.gru.layer.weight
-    hidden = rssm.action_in.out_features
-    inner, action = weight.split([weight.shape[1] - hidden, hidden], 1)
+    entering = rssm.action_in.out_features
+    inner, action = weight.split([weight.shape[1] - entering, entering], 1)
     return inner, action.transpose(0, 1).flatten(1)
 
 
