@@ -18,6 +18,7 @@ from torch import nn
 
 from rl_lab.build_environments import build_evaluator, population_environment, training_environment
 from rl_lab.build_environments import environment_spec as environment_spec
+from rl_lab.components.nn.precision import allow_tensor_float
 from rl_lab.environments.make import env_config_options
 from rl_lab.errors import ConfigError, LabError, closest, reject_unknown
 from rl_lab.launch.runtime import resolve_device
@@ -221,6 +222,7 @@ def build_run(
     seed = int(config.experiment.seed)
     device = resolve_device(str(config.experiment.device))
     torch.set_num_threads(int(training.threads))
+    allow_tensor_float(str(training.precision))
     generators = Generators(seed, device=device)
     stopwatch = Stopwatch()
 

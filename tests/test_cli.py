@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import rl_lab
@@ -127,6 +128,14 @@ def test_errors_are_one_message(capsys, tmp_path: Path):
         captured = capsys.readouterr()
         assert expected in captured.err, (words, captured.err)
         assert "Traceback" not in captured.err
+
+
+def test_tensor_float_products_are_a_choice_of_the_run(tmp_path: Path):
+    products = torch.backends.cuda.matmul
+    for choice, on in (("tensorfloat32", True), ("float32", False)):
+        words = ["debug=tiny", f"training.precision={choice}", "logging.progress=off"]
+        assert main(["train", *words, f"run_dir={tmp_path / choice}"]) == 0
+        assert products.allow_tf32 is on
 
 
 def test_a_crash_in_native_code_says_where(tmp_path: Path):

@@ -91,3 +91,4 @@ def test_the_hyperparameters_of_2023():
     assert (algorithm.train_ratio, algorithm.batch_size, algorithm.batch_length) == (512, 16, 64)
     assert (algorithm.imagination_horizon, algorithm.entropy, algorithm.slow_critic_rate) == (15, 3e-4, 0.02)
     assert (environment.num_envs, environment.action_repeat) == (4, 2)
+    assert config.training.precision == "tensorfloat32"  # float16 there, with as many digits
