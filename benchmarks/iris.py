@@ -26,6 +26,7 @@ from rl_lab.launch.runtime import resolve_device
 from rl_lab.orchestration.hook_runner import HookRunner
 from rl_lab.orchestration.profiling import print_kernels
 from rl_lab.records import ActionSpec, ArraySpec, Batch, BatchSpec, Spec
+from rl_lab.utils.tensor_float import asks_for_tensor_float
 
 PARTS = ("tokenizer", "world_model", "actor_critic")
 PERCEPTUAL = "+components/reconstruction_loss@components.tokenizer.losses.perceptual=perceptual"
@@ -109,7 +110,14 @@ class Case:
         for part in PARTS:
             hook = hooks[f"update_{part}"]
             generator = torch.Generator(device).manual_seed(0)
-            self.runners[part] = HookRunner(part, hook, device=device, generator=generator, capture=capture)
+            self.runners[part] = HookRunner(
+                part,
+                hook,
+                device=device,
+                generator=generator,
+                capture=capture,
+                tensor_float=asks_for_tensor_float(config.training.precision),
+            )
             self.streams[part] = SameBatch(random_rows(hook.batch, actions, device))
         self.parameters = {
             part: sum(p.numel() for p in getattr(workflow, part).parameters() if p.requires_grad)

@@ -29,6 +29,7 @@ from rl_lab.orchestration.act_runner import EAGER_CALLS, ActRunner
 from rl_lab.orchestration.hook_runner import HookRunner
 from rl_lab.orchestration.profiling import print_kernels
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
+from rl_lab.utils.tensor_float import asks_for_tensor_float
 
 ROWS = 2000
 EPISODE = 500
@@ -122,7 +123,14 @@ class Case:
         fill(buffer)
         hook = self.workflow.hooks()["update"]
         generator = torch.Generator(device).manual_seed(0)
-        self.runner = HookRunner("update", hook, device=device, generator=generator, capture=capture)
+        self.runner = HookRunner(
+            "update",
+            hook,
+            device=device,
+            generator=generator,
+            capture=capture,
+            tensor_float=asks_for_tensor_float(config.training.precision),
+        )
         self.stream = BatchStream(buffer, hook.batch, torch.Generator().manual_seed(0), device=device)
         self.parameters = self.workflow.context.count_parameters()
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from rl_lab.build_environments import build_evaluator, population_environment, training_environment
 from rl_lab.build_environments import environment_spec as environment_spec
-from rl_lab.components.nn.precision import allow_tensor_float
 from rl_lab.environments.make import env_config_options
 from rl_lab.errors import ConfigError, LabError, closest, reject_unknown
 from rl_lab.launch.runtime import resolve_device
@@ -35,6 +34,7 @@ from rl_lab.orchestration.storage import Storage
 from rl_lab.records import Hook, Spec
 from rl_lab.utils.checkpoint import CheckpointManager
 from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
+from rl_lab.utils.tensor_float import asks_for_tensor_float
 from rl_lab.utils.timing import Stopwatch
 from rl_lab.workflows.base import WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
@@ -222,7 +222,6 @@ def build_run(
     seed = int(config.experiment.seed)
     device = resolve_device(str(config.experiment.device))
     torch.set_num_threads(int(training.threads))
-    allow_tensor_float(str(training.precision))
     generators = Generators(seed, device=device)
     stopwatch = Stopwatch()
 
@@ -286,6 +285,7 @@ def build_run(
             device=device,
             generator=generators.device(f"hook/{name}"),
             capture=bool(training.capture),
+            tensor_float=asks_for_tensor_float(training.precision),
             stopwatch=stopwatch,
         )
         for name, hook in hooks.items()

@@ -15,6 +15,7 @@ import yaml
 
 import rl_lab
 from rl_lab.cli import main
+from rl_lab.components.representation_learners.rssm import RSSM
 from rl_lab.errors import LabError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,12 +131,23 @@ def test_errors_are_one_message(capsys, tmp_path: Path):
         assert "Traceback" not in captured.err
 
 
-def test_tensor_float_products_are_a_choice_of_the_run(tmp_path: Path):
-    products = torch.backends.cuda.matmul
-    for choice, on in (("tensorfloat32", True), ("float32", False)):
+def test_tensor_float_products_are_a_choice_of_the_run(tmp_path: Path, monkeypatch):
+    found = set()
+    forward = RSSM.observe_sequence
+
+    def watched(self, *inputs):
+        if torch.is_grad_enabled():  # an update, not acting
+            found.add(torch.backends.cuda.matmul.allow_tf32)
+        return forward(self, *inputs)
+
+    monkeypatch.setattr(RSSM, "observe_sequence", watched)
+    before = torch.backends.cuda.matmul.allow_tf32
+    for choice, on in (("tensorfloat32", True), ("float32", before)):
+        found.clear()
         words = ["debug=tiny", f"training.precision={choice}", "logging.progress=off"]
         assert main(["train", *words, f"run_dir={tmp_path / choice}"]) == 0
-        assert products.allow_tf32 is on
+        assert found == {on}
+        assert torch.backends.cuda.matmul.allow_tf32 == before
 
 
 def test_a_crash_in_native_code_says_where(tmp_path: Path):

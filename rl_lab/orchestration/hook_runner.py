@@ -10,6 +10,7 @@ import torch
 from rl_lab.orchestration.capture import Capture
 from rl_lab.records import Batch, Hook, UpdateResult
 from rl_lab.utils.metrics import MetricMeter
+from rl_lab.utils.tensor_float import tensor_float
 from rl_lab.utils.timing import Stopwatch
 
 
@@ -24,12 +25,14 @@ class HookRunner:
         device: torch.device,
         generator: torch.Generator,  # on the device: the hook's noise
         capture: bool = True,
+        tensor_float: bool = False,  # float32 products in TensorFloat-32
         stopwatch: Stopwatch | None = None,
     ) -> None:
         self.name = name
         self.hook = hook
         self.device = device
         self.generator = generator
+        self.tensor_float = tensor_float
         self.stopwatch = stopwatch or Stopwatch()
         self.meter = MetricMeter()
         self.capture = Capture(hook.step, device=device, enabled=capture and not hook.plain)
@@ -54,7 +57,7 @@ class HookRunner:
         if stream is not None:
             with self.stopwatch("sample"):
                 batch = stream.next()
-        with self.stopwatch("update"):
+        with self.stopwatch("update"), tensor_float(self.tensor_float):
             if self.hook.plain:
                 result = self.hook.step(batch, phase=phase)
             else:

@@ -20,8 +20,8 @@ from rl_lab.components.nn.policies import make_policy
 from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.components.nn.regional_compile import compiling
 from rl_lab.components.nn.stored_action import stored_action
-from rl_lab.components.nn.tensor_float import tensor_float
 from rl_lab.records import ActMode, Batch, Dreamed, Imagined, NoiseSpec
+from rl_lab.utils.tensor_float import tensor_float
 from rl_lab.workflows.base import PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.tdmpc_settings import TDMPCSettings

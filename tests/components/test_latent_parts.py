@@ -16,11 +16,11 @@ from rl_lab.components.nn.regional_compile import compiling
 from rl_lab.components.nn.running_scale import RunningScale
 from rl_lab.components.nn.symlog_two_hot import SymlogTwoHot
 from rl_lab.components.nn.task_embedding import TaskEmbedding
-from rl_lab.components.nn.tensor_float import tensor_float
 from rl_lab.components.representation_learners.latent_encoder import LatentEncoder
 from rl_lab.components.representation_learners.latent_image_encoder import LatentImageEncoder
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Spec
+from rl_lab.utils.tensor_float import tensor_float
 
 ACTION = ActionSpec("continuous", (2,))
 

@@ -1,4 +1,4 @@
-"""On a GPU: the captured step gives the eager numbers, and bfloat16 stays near float32."""
+"""On a GPU: the captured step gives the eager numbers, and fewer digits stay near float32."""
 
 from __future__ import annotations
 

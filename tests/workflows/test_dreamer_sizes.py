@@ -78,7 +78,7 @@ def test_the_hyperparameters_of_2023():
     rssm = config.components.rssm
     assert (rssm.deter, rssm.hidden, rssm.stoch, rssm.classes) == (512, 512, 32, 32)
     assert (rssm.blocks, rssm.prior_layers, rssm.unimix, rssm.units) == (1, 1, 0.01, 1024)
-    assert rssm.action_layers == 0  # img_in norms state and action together
+    assert rssm.action_layers == 0  # img_in has no norm of the action alone
     assert {config.components.reward_head.space, config.controllers.critic.space} == {"symlog"}
     rates = {name: (node.lr, node.eps) for name, node in config.optimizers.items()}
     assert rates == {

@@ -59,8 +59,8 @@ class FrozenMLP:
         return grad
 
     def input_gradient(self, grad: torch.Tensor, products: list[torch.Tensor]) -> torch.Tensor:
-        """grad: (N, outputs) -> (N, inputs). A network without layers hands on what it is given."""
-        if not self.layers:
+        """grad: (N, outputs) -> (N, inputs). A network of nothing hands on what it is given."""
+        if not self.layers and self.out is None:
             return grad
         return self.first_product_gradient(grad, products) @ self.first_weight
 

@@ -15,7 +15,7 @@ PRECISIONS = ("auto", "float32", "tensorfloat32", "bfloat16")
 def resolve_precision(precision: str, device: torch.device | str) -> torch.dtype:
     """`auto` is bfloat16 where the GPU has it, else float32. Parameters stay float32 either way.
 
-    tensorfloat32 is float32 to everyone but a GPU's matrix units (`allow_tensor_float`).
+    tensorfloat32 is float32 to everyone but a GPU's matrix units (utils/tensor_float.py).
     """
     if precision not in PRECISIONS:
         raise ConfigError(f"training.precision is '{precision}'.{closest(precision, PRECISIONS)}")
@@ -24,14 +24,6 @@ def resolve_precision(precision: str, device: torch.device | str) -> torch.dtype
         on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if on_gpu else torch.float32
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
-
-
-def allow_tensor_float(precision: str) -> None:
-    """For tensorfloat32, and for no other, float32 products in this process keep ten bits of their factors' mantissas.
-
-    That is as many as float16 has, without its narrow range, and three more than bfloat16.
-    """
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tensorfloat32"
 
 
 def autocast(

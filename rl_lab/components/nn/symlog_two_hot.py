@@ -1,7 +1,8 @@
-"""Regression of numbers for TD-MPC: two-hot in symlog space, or plain squared error.
+"""Regression of numbers for TD-MPC and Δ-IRIS: two-hot in symlog space, or plain squared error.
 
 The bins are evenly spaced *in symlog space* and the mean is taken there, then mapped back: symexp(Σ p·bin). That is
-TD-MPC2's form (nicklashansen/tdmpc2 common/math.py); DreamerV3 averages in the space of the numbers (two_hot.py).
+TD-MPC2's form (nicklashansen/tdmpc2 common/math.py); DreamerV3 averages in the space of the numbers,
+or did likewise in 2023 (two_hot.py, whose kernels take two targets and end at exactly 0 for equal logits).
 """
 
 from __future__ import annotations

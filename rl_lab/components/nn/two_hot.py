@@ -65,8 +65,8 @@ class TwoHot(nn.Module):
         """Cross entropy to a number, plus that to a second one: logits (…, bins), each target (…) -> (…)."""
         given = target.requires_grad or (second is not None and second.requires_grad)
         if fast() and not given:  # the fused form has no gradient for targets
-            second = None if second is None else self._inside(second)
-            return two_hot_cross_entropy(logits, self.bins, self._inside(target), second)
+            second = None if second is None else self._in_space(second)
+            return two_hot_cross_entropy(logits, self.bins, self._in_space(target), second)
         log_probs = torch.log_softmax(logits.float(), -1)
         loss = self.cross_entropy(log_probs, target)
         return loss if second is None else loss + self.cross_entropy(log_probs, second)
@@ -79,8 +79,8 @@ class TwoHot(nn.Module):
 
     def encode(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Index of the bin below (…), and the weight of the bin above it (…). Beyond the ends: the last bin."""
-        return two_hot_encode(self._inside(target), self.bins)
+        return two_hot_encode(self._in_space(target), self.bins)
 
-    def _inside(self, number: torch.Tensor) -> torch.Tensor:
+    def _in_space(self, number: torch.Tensor) -> torch.Tensor:
         """A number (…) in the space of the bins."""
         return symlog(number.float()) if self.in_symlog else number
