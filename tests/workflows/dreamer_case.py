@@ -28,6 +28,13 @@ TINY = {
     "bins": 41,
     "bin_limit": 20.0,
 }
+# How the parts of dreamer_dmc_proprio_2023 differ
+EARLY = {
+    "algorithm__size__blocks": 1,
+    "components__rssm__action_layers": 0,
+    "components__reward_head__space": "symlog",
+    "controllers__critic__space": "symlog",
+}
 PARTS = ("encoder", "rssm", "decoder", "reward_head", "continue_head", "actor", "critic")
 
 

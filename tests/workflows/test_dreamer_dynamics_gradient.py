@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from dreamer_case import (
     CONTINUOUS,
     DISCRETE,
+    EARLY,
     PARTS,
     changed_parts,
     draw_noise,
@@ -66,21 +69,14 @@ def slow_gradient(
     return list(torch.autograd.grad(loss, list(w.actor.parameters())))
 
 
-FORMS = {
-    "current": {},
-    "blocks": {"algorithm__size__blocks": 4},
-    "2023": {
-        "components__rssm__action_layers": 0,
-        "components__reward_head__space": "symlog",
-        "controllers__critic__space": "symlog",
-    },
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "changes",
+    [{"algorithm__size__blocks": 1}, {"algorithm__size__blocks": 4}, EARLY],
+    ids=["one_block", "four_blocks", "2023"],
+)
 @pytest.mark.parametrize("fast_path", ["off", "on"])
-def test_the_gradient_is_that_of_the_loss_written_out(fast_path: str, form: str):
-    workflow = make(algorithm__entropy=0.1, training__fast_path=fast_path, **FORMS[form])
+def test_the_gradient_is_that_of_the_loss_written_out(fast_path: str, changes: dict[str, Any]):
+    workflow = make(algorithm__entropy=0.1, training__fast_path=fast_path, **changes)
     noise = draw_noise(workflow, "update")
     noise["action"] *= 3.0  # some beyond the limits of an action
     expected = slow_gradient(workflow, noise, entropy=0.1)
