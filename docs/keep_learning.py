@@ -1,7 +1,7 @@
 """Keeps a run's learning curve as CSV and JSON in docs/results, and draws kept curves beside published points.
 
     python docs/keep_learning.py keep RUN NAME --commit C --command "rl-lab train …" --machine docs/results/tdmpc_h200.json
-    python docs/keep_learning.py draw PICTURE NAME NAME …
+    python docs/keep_learning.py draw PICTURE NAME NAME … [--same-axes]
 
 RUN is a run folder or a metrics.jsonl. The JSON holds the evaluations, what was published (`--published 100000:962`, in
 frames) and from where, and how long it took from the first logged line on.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,12 @@ def main() -> None:
     draw_parser = commands.add_parser("draw")
     draw_parser.add_argument("picture", type=Path)
     draw_parser.add_argument("names", nargs="+")
+    draw_parser.add_argument("--same-axes", action="store_true", help="curves of one task, to be compared")
     options = parser.parse_args()
-    keep(options) if options.what == "keep" else draw(options.picture, options.names)
+    if options.what == "keep":
+        keep(options)
+    else:
+        draw(options.picture, options.names, same_axes=options.same_axes)
 
 
 def keep(options: argparse.Namespace) -> None:
@@ -102,9 +107,9 @@ def keep(options: argparse.Namespace) -> None:
     print(f"kept {options.name}: {len(metrics.rows)} lines, {len(evaluations)} evaluations")
 
 
-def draw(picture: Path, names: list[str]) -> None:
+def draw(picture: Path, names: list[str], *, same_axes: bool = False) -> None:
     with figure_file(picture, 3.6 * len(names), 3.0) as figure:
-        panels = figure.subplots(1, len(names), squeeze=False)[0]
+        panels = figure.subplots(1, len(names), squeeze=False, sharex=same_axes, sharey=same_axes)[0]
         handles: dict[str, Any] = {}
         for axes, name in zip(panels, names):
             kept = json.loads((RESULTS / f"{name}.json").read_text())
@@ -127,7 +132,7 @@ def draw(picture: Path, names: list[str]) -> None:
             if kept["published_by_frames"]:
                 published = sorted((float(x), y) for x, y in kept["published_by_frames"].items())
                 handles["published"] = axes.plot(*zip(*published), "D", color=next(palette), markersize=5)[0]
-            axes.set_title(kept["title"])
+            axes.set_title(textwrap.fill(kept["title"], 34))
             axes.set_xlabel("frames")
             step_axis(axes, 5)
         panels[0].set_ylabel("return")
