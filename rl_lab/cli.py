@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import os
 import re
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -67,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 0
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 0
         if debug:
             raise
         print(f"error: {_out_of_memory(error) or unexpected(error)}", file=sys.stderr)
@@ -96,6 +97,20 @@ def _run_verb(verb: str, words: list[str]) -> int:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     module.add_arguments(parser)
     return int(module.main(parser.parse_args(words)))
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of our output has left (`rl-lab list | head -1`); any other pipe that broke is an error."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # it reports errors unasked
+    except (AttributeError, OSError, ValueError):  # a system without poll, an output without a file
+        return False
+    if not poll.poll(0):
+        return False
+    # What is still in the buffer would fail once more when the interpreter ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _out_of_memory(error: Exception) -> str:

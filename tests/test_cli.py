@@ -165,6 +165,22 @@ def test_a_crash_in_native_code_says_where(tmp_path: Path):
     assert done.returncode < 0 and "Fatal Python error" in done.stderr and "crashing.py" in done.stderr
 
 
+def test_a_reader_that_leaves_is_no_error_and_any_other_broken_pipe_is(capsys, monkeypatch):
+    command = [sys.executable, "-m", "rl_lab", "list"]
+    listing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert listing.stdout is not None
+    listing.stdout.close()
+    _, errors = listing.communicate(timeout=60)
+    assert (listing.returncode, errors) == (0, "")
+
+    def broken(arguments) -> int:
+        raise BrokenPipeError("a worker's end is gone")
+
+    monkeypatch.setattr("rl_lab.tools.listing.main", broken)
+    assert main(["list"]) == 1
+    assert "a worker's end is gone" in capsys.readouterr().err
+
+
 def test_multirun_makes_a_run_each(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "rl_lab", "train", "-m", "+experiment=random_cartpole", "debug=tiny"]

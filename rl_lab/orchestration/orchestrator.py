@@ -5,7 +5,6 @@ It knows no algorithm: workflows, buffers and loggers are what it was given.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from rl_lab.orchestration.phases import HookUse, PhaseDefinition
 from rl_lab.orchestration.profiling import Trace
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
+from rl_lab.orchestration.stopping import stop_on_signals
 from rl_lab.utils.seeding import derive_seed
 
 TRANSFORM_ROWS = 256  # time steps that one call of a transform hook is given
@@ -76,7 +76,7 @@ class Orchestrator:
     def run(self) -> None:
         """Walk the phases to their end, or until a signal asks to stop."""
         self.log.begin(self.scheduler.totals)
-        with self._stop_on_signals(), self._saved_when_environments_fail():
+        with stop_on_signals(self._interrupt), self._saved_when_environments_fail():
             while not self.interrupted:
                 action = self.scheduler.next_action()
                 phase = self.scheduler.current_phase()
@@ -337,6 +337,9 @@ class Orchestrator:
             }
         }
 
+    def _interrupt(self) -> None:
+        self.interrupted = True
+
     def _finish(self) -> None:
         """The last line, the last checkpoint, and the environments closed."""
         if self.log.logger is not None:
@@ -373,23 +376,3 @@ class Orchestrator:
             except CheckpointError as error:
                 self.say(f"environments fail too often, and the last checkpoint was not saved: {error}")
             raise
-
-    @contextmanager
-    def _stop_on_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT let the running action finish; a second SIGINT stops at once."""
-
-        def stop(number: int, frame: Any) -> None:
-            if self.interrupted and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.interrupted = True
-
-        try:
-            before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: whoever runs us handles signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -45,7 +45,7 @@ from rl_lab.workflows.dreamer_losses import (
     total_loss,
     value_dreams,
 )
-from rl_lab.workflows.dreamer_report import open_loop_report
+from rl_lab.workflows.dreamer_report import dreamer_report
 
 Tensors = Mapping[str, torch.Tensor]
 WORLD_MODEL = ("encoder", "rssm", "decoder", "reward_head", "continue_head")
@@ -256,7 +256,7 @@ class DreamerWorkflow(DreamerActing):
         return {key: torch.where(masked > 0, batch[key][:, context:], value) for key, value in fresh.items()}
 
     def report(self, batch: Batch) -> dict[str, Any]:
-        return open_loop_report(self, batch)
+        return dreamer_report(self, batch)
 
     def get_state(self) -> dict[str, Any]:
         return {"guard": self.guard.state_dict()}

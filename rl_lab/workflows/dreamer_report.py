@@ -1,4 +1,4 @@
-"""What the world model expects, beside what happened: open-loop prediction on replayed sequences."""
+"""What the world model expects: beside what happened (open-loop prediction of replayed sequences), and in dreams."""
 
 from __future__ import annotations
 
@@ -7,31 +7,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_lab.records import Batch
+from rl_lab.workflows.imagined_report import imagined_report
 
 if TYPE_CHECKING:
     from rl_lab.workflows.dreamer import DreamerWorkflow
 
 ROWS = 6  # sequences shown under one another in a video
+DREAMS = 8  # shown side by side
 BORDER = 2  # pixels; green while the model sees the truth, red while it dreams
 
 
 @torch.no_grad()
-def open_loop_report(workflow: DreamerWorkflow, batch: Batch) -> dict[str, Any]:
-    """The first half of each sequence is observed, the second predicted from the recorded actions alone.
+def dreamer_report(workflow: DreamerWorkflow, batch: Batch) -> dict[str, Any]:
+    """The first half of each sequence is observed. What follows is predicted, and dreamed as long as the sequence is.
 
-    returns: `open_loop/<name>` videos (T, C, H, W) uint8 with truth | model | error side by side for images, and
-    `open_loop_error/<name>`, the mean squared error of the predicted half: of pixels in [0, 1], or in symlog space.
-    Noise is drawn from a generator of its own: a report neither changes training nor differs between calls.
+    open_loop/<name>          (T, C, B·H, 3·W) uint8: truth | model | error of images, led by the recorded actions
+    open_loop_error/<name>    mean squared error of the predicted half: of pixels in [0, 1], or in symlog space
+    imagination/<name>, imagination_return   of dreams with the policy's own actions: see imagined_report.py
+
+    Noise is drawn from generators of its own: a report neither changes training nor differs between calls.
     """
     context = workflow.settings.replay_context
+    length = batch.reward.shape[1] - context
+    seen = max(1, length // 2)
+    start = Batch({key: value[:, : context + seen] for key, value in batch.columns.items()})
+    few = Batch({key: value[:DREAMS] for key, value in start.columns.items()})
+    generator = torch.Generator(workflow.device).manual_seed(0)
+    dream = workflow.imagine(horizon=length, batch=few, decode=True, generator=generator)
+    return {
+        **_open_loop(workflow, batch, start, seen),
+        **imagined_report(dream, discount=workflow.settings.discount),
+    }
+
+
+def _open_loop(workflow: DreamerWorkflow, batch: Batch, start: Batch, seen: int) -> dict[str, Any]:
+    """start: the rows of `batch` that are observed, `seen` of each sequence behind its context."""
+    context = workflow.settings.replay_context
+    size, length = len(batch.reward), batch.reward.shape[1] - context
     generator = torch.Generator(workflow.device).manual_seed(0)
     rssm, decoder = workflow.rssm, workflow.decoder
-    size, total = batch.reward.shape
-    length = total - context
-    seen = max(1, length // 2)
     with workflow.autocast():
         noise = torch.rand(size, length, rssm.stoch, generator=generator, device=workflow.device)
-        states, _ = workflow.infer(_rows(batch, context + seen), noise[:, :seen])
+        states, _ = workflow.infer(start, noise[:, :seen])
         state = {key: value[:, -1] for key, value in states.items()}
         dreamed: dict[str, list[torch.Tensor]] = {key: [] for key in states}
         for t in range(seen, length):
@@ -69,7 +86,3 @@ def _bordered(images: torch.Tensor, seen: int) -> torch.Tensor:
     else:
         images[:, :seen, :, edge] = 255
     return images
-
-
-def _rows(batch: Batch, count: int) -> Batch:
-    return Batch({key: value[:, :count] for key, value in batch.columns.items()})

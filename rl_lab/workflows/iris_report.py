@@ -8,6 +8,7 @@ import torch
 
 from rl_lab.components.representation_learners.tokenizer import to_frames, to_pixels
 from rl_lab.records import Batch
+from rl_lab.workflows.imagined_report import imagined_report
 
 if TYPE_CHECKING:
     from rl_lab.workflows.iris_acting import IrisActing
@@ -20,9 +21,8 @@ def iris_report(workflow: IrisActing, batch: Batch) -> dict[str, Any]:
     """Of a batch (B, T), which may be padded:
 
     reconstruction/<name>       (C, 2·H, B·W) uint8: frames above what the tokenizer makes of them
-    imagination/<name>          (T, C, H, B·W) uint8: dreams with the policy's own actions, from each sequence's first row
+    imagination/<name>, imagination_return   of dreams from each sequence's first row: see imagined_report.py
     reconstruction_error        mean squared error of pixels in [0, 1]
-    imagination_return          mean over dreams, until their end
     codes_used                  share of all codes
 
     Noise has a generator of its own: a report neither changes training nor differs between calls.
@@ -36,15 +36,11 @@ def iris_report(workflow: IrisActing, batch: Batch) -> dict[str, Any]:
     start = _first_real_row(batch, first)
     generator = torch.Generator(workflow.device).manual_seed(0)
     dream = workflow.imagine(horizon=STEPS, batch=start, generator=generator)
-    assert dream.reward is not None and dream.cont is not None and dream.obs is not None
-    alive = torch.cumprod(dream.cont, 1)
-    film = dream.obs[key]  # (B, T, C, H, W)
     return {
         "reconstruction_error": float(error),
         "codes_used": float(len(torch.unique(tokens[real]))) / workflow.tokenizer.vocab,
-        "imagination_return": float((dream.reward[:, 1:] * alive[:, :-1]).sum(1).mean()),
         f"reconstruction/{key}": to_pixels(pair).permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2).cpu(),
-        f"imagination/{key}": film.permute(1, 2, 3, 0, 4).flatten(3, 4).cpu(),
+        **imagined_report(dream),
     }
 
 

@@ -177,7 +177,7 @@ def test_nonfinite_updates_stop_the_run_or_are_said():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_action_saves_and_returns(number: signal.Signals):
+def test_a_signal_finishes_the_action_saves_and_returns(number: signal.Signals, capfd):
     diary = Diary()
     orchestrator = orchestrator_of(diary, JOINT)
     collect = diary.collect_step
@@ -194,6 +194,7 @@ def test_a_signal_finishes_the_action_saves_and_returns(number: signal.Signals):
     assert diary.entries[-2:] == ["collect@2", "store 2 in demos"]
     assert diary.saved == [(4, None)]
     assert signal.getsignal(number) is handler
+    assert f"{number.name}: finishing what is under way, then saving" in capfd.readouterr().err
 
 
 def test_an_offline_phase_with_too_little_data_is_an_error_at_its_start():

@@ -235,7 +235,7 @@ def test_report_of_vectors_and_images():
     workflow = make_dreamer()
     batch = make_batch(workflow, rows=9)
     report = workflow.report(batch)
-    assert set(report) == {"open_loop_error/vector"}
+    assert set(report) == {"open_loop_error/vector", "imagination_return"}
     assert report["open_loop_error/vector"] > 0
     assert workflow.report(batch) == report
     workflow = make_dreamer(image_spec(size=32))
@@ -246,6 +246,8 @@ def test_report_of_vectors_and_images():
     # The model's panel is framed green while it sees the truth, red while it predicts.
     assert video[0, :, 0, 32].tolist() == [0, 255, 0]
     assert video[-1, :, 0, 32].tolist() == [255, 0, 0]
+    # Two dreams side by side: the state seen last, and eight dreamed ones.
+    assert report["imagination/image"].shape == (9, 3, 32, 2 * 32)
 
 
 def test_state_beyond_the_parts():
