@@ -8,16 +8,14 @@ action repeat 1, 64×64, camera 0 (quadruped: 2).
 
 from __future__ import annotations
 
-import ctypes.util
-import os
-import sys
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rl_lab.errors import ConfigError, LabError, closest
+from rl_lab.environments.rendering import choose_renderer
+from rl_lab.errors import ConfigError, closest
 
 EXTRA = "dmc"
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
@@ -54,36 +52,6 @@ def resolve(task: str) -> tuple[str, str]:
             return domain, name.removeprefix(domain + "_")
     domain, _, rest = name.partition("_")
     return domain, rest
-
-
-def find_renderer() -> str:
-    """What this machine can draw with: EGL (a GPU, or Mesa in software), else OSMesa, else "disable".
-
-    "" leaves the choice to MuJoCo: there is a screen, or another system than Linux.
-    """
-    if ctypes.util.find_library("EGL"):
-        return "egl"
-    if ctypes.util.find_library("OSMesa"):
-        return "osmesa"
-    return "disable" if sys.platform.startswith("linux") and not os.environ.get("DISPLAY") else ""
-
-
-def choose_renderer(needed: bool) -> str:
-    """Settle MUJOCO_GL before dm_control reads it, which it does once.
-
-    A choice that the user made stays. LabError when frames are `needed` and nothing can draw them.
-    """
-    chosen = os.environ.get("MUJOCO_GL", "").lower()
-    if not chosen and "dm_control._render" not in sys.modules:
-        chosen = find_renderer()
-        if chosen:
-            os.environ["MUJOCO_GL"] = chosen
-    if needed and chosen in ("disable", "off", "false", "0"):
-        raise LabError(
-            "MuJoCo has nothing to draw frames with: install EGL (apt install libegl1 libgl1-mesa-dri, or a GPU's "
-            "driver) or OSMesa (apt install libosmesa6) and unset MUJOCO_GL, or use observe=proprio"
-        )
-    return chosen
 
 
 def make(

@@ -50,7 +50,7 @@ def make(task: Any, *, render: bool = False, **options: Any) -> gymnasium.Env:
         )  # pygame draws into memory, and does not look for a screen
     if isinstance(task, gymnasium.envs.registration.EnvSpec):
         if render and str(task.entry_point).startswith("gymnasium.envs.mujoco"):
-            from rl_lab.environments.dmc import choose_renderer
+            from rl_lab.environments.rendering import choose_renderer
 
             choose_renderer(needed=True)  # Gymnasium would look for a screen
         spec = copy.deepcopy(task)

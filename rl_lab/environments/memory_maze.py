@@ -14,8 +14,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rl_lab.environments.dmc import choose_renderer
 from rl_lab.environments.gym_adapter import load_old_gym
+from rl_lab.environments.rendering import choose_renderer
 from rl_lab.environments.wrappers import resize
 from rl_lab.errors import ConfigError, closest
 

@@ -1,7 +1,6 @@
 """DeepMind Control: what is observed, how long a decision and an episode are, and that a seed decides an episode."""
 
 import ctypes.util
-import sys
 
 import numpy as np
 import pytest
@@ -9,10 +8,11 @@ import pytest
 pytest.importorskip("dm_control", reason="extra: dmc")
 
 from rl_lab.environments import dmc, make_env, probe_spec
-from rl_lab.errors import ConfigError, LabError
+from rl_lab.environments.rendering import choose_renderer
+from rl_lab.errors import ConfigError
 from rl_lab.records import ArraySpec
 
-dmc.choose_renderer(needed=False)
+choose_renderer(needed=False)
 draws = pytest.mark.skipif(
     not (ctypes.util.find_library("EGL") or ctypes.util.find_library("OSMesa")),
     reason="neither EGL nor OSMesa",
@@ -90,18 +90,3 @@ def test_names():
         make_env("dmc/walker_wlak")
     with pytest.raises(ConfigError, match=r"observe='pixels'.*vision"):
         make_env("dmc/walker_walk", observe="pixels")
-
-
-@pytest.mark.parametrize(
-    ("libraries", "chosen"), [({"EGL", "OSMesa"}, "egl"), ({"OSMesa"}, "osmesa"), (set(), "disable")]
-)
-def test_renderer_is_chosen_before_it_is_read(libraries, chosen, monkeypatch):
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: name if name in libraries else None)
-    monkeypatch.delenv("DISPLAY", raising=False)
-    monkeypatch.setenv("MUJOCO_GL", "")
-    monkeypatch.delitem(sys.modules, "dm_control._render", raising=False)
-    assert dmc.choose_renderer(needed=False) == chosen
-    if chosen == "disable":
-        with pytest.raises(LabError, match="apt install libegl1") as caught:
-            make_env("dmc/walker_walk", observe="vision", size=48)
-        assert "\n" not in str(caught.value)
