@@ -14,7 +14,7 @@ QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 
 
 def test_dreamer_learns_which_action_the_cue_asks_for(tmp_path: Path):
-    """dummy/discrete: a random policy gets 1.3, the best 10."""
+    """dummy/discrete: a random policy gets 1.3, the best 10. Six seeds of six got more than 8.5."""
     words = [
         "environment=dummy_discrete",
         "environment.workers=0",
@@ -22,9 +22,9 @@ def test_dreamer_learns_which_action_the_cue_asks_for(tmp_path: Path):
         "algorithm.batch_length=8",
     ]
     words += ["algorithm.imagination_last=4", "algorithm.imagination_horizon=5", "algorithm.train_ratio=16"]
-    words += ["training.total_timesteps=2000", "training.evaluate.every_env_steps=1000"]
+    words += ["training.total_timesteps=4000", "training.evaluate.every_env_steps=2000"]
     run = rl_lab.train("dreamer_cartpole", [*words, *QUIET, f"run_dir={tmp_path / 'run'}"])
-    assert run.eval_return_mean is not None and run.eval_return_mean > 4
+    assert run.eval_return_mean is not None and run.eval_return_mean > 7
 
 
 @pytest.mark.learning
