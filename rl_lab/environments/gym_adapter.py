@@ -16,6 +16,7 @@ from typing import Any
 
 import gymnasium
 
+from rl_lab.environments.rendering import choose_renderer
 from rl_lab.errors import ConfigError, MissingPackageError
 
 EXTRA = "classic"  # what most registered ids need
@@ -50,8 +51,6 @@ def make(task: Any, *, render: bool = False, **options: Any) -> gymnasium.Env:
         )  # pygame draws into memory, and does not look for a screen
     if isinstance(task, gymnasium.envs.registration.EnvSpec):
         if render and str(task.entry_point).startswith("gymnasium.envs.mujoco"):
-            from rl_lab.environments.rendering import choose_renderer
-
             choose_renderer(needed=True)  # Gymnasium would look for a screen
         spec = copy.deepcopy(task)
         spec.order_enforce = False  # the runner keeps the order, so the check would only cost time

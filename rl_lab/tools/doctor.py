@@ -170,7 +170,7 @@ def check_rendering() -> list[Finding]:
 
 
 def _mujoco_gl(libraries: Mapping[str, str | None]) -> Finding:
-    """The renderer of dmc and memory_maze: the user's, or the one that `rl_lab.environments.dmc` chooses."""
+    """The renderer of dmc and memory_maze: the user's, or the one that `rl_lab.environments.rendering` chooses."""
     from rl_lab.environments.rendering import find_renderer
 
     backend = os.environ.get("MUJOCO_GL", "").lower()
