@@ -4,6 +4,7 @@
 
 THEIRS is what danijar/dreamerv3 writes (`--logger.outputs jsonl --logger.filter '.*'`); scores.jsonl beside it gives the
 training episodes. Both average over what they log at once, so a line stands at the middle of its interval.
+--repeat is the action repeat: their steps count frames, ours decisions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ COLUMNS = {
     "return": ("controller/return_mean", ["train/tar"]),
     "dreamed_reward": ("controller/reward_mean", ["train/rew"]),
     "kl": ("train/kl", ["train/loss/dyn"]),
-    "reconstruction": ("", ["train/loss/height", "train/loss/orientations", "train/loss/velocity"]),
+    "reconstruction": (
+        "",
+        [f"train/loss/{name}" for name in ("height", "orientations", "velocity", "image")],
+    ),
     "reward_loss": ("train/loss/reward", ["train/loss/rew"]),
     "replay_value_loss": ("controller/loss/replay_value", ["train/loss/repval"]),
     "posterior_entropy": ("train/posterior_entropy", ["train/rep_ent"]),
@@ -53,25 +57,26 @@ def ours(path: Path) -> list[Line]:
     return lines
 
 
-def theirs(path: Path) -> list[Line]:
-    """`updates` there is a mean over the interval already; their steps count frames, two to a decision here."""
+def theirs(path: Path, repeat: int) -> list[Line]:
+    """`updates` there is a mean over the interval already."""
     lines = []
     for row in read(path):
         if "train/loss/dyn" in row:
-            line = {"updates": row["train/opt/updates"], "decisions": row["step"] / 2}
-            line |= {name: sum(row[key] for key in keys) for name, (_, keys) in COLUMNS.items()}
+            line = {"updates": row["train/opt/updates"], "decisions": row["step"] / repeat}
+            # Which observations there are depends on the task.
+            line |= {name: sum(row[key] for key in keys if key in row) for name, (_, keys) in COLUMNS.items()}
             lines.append(line)
-    for decisions, score in episodes(path.with_name("scores.jsonl")):
+    for decisions, score in episodes(path.with_name("scores.jsonl"), repeat):
         min(lines, key=lambda line: abs(line["decisions"] - decisions))[EPISODES] = score
     return lines
 
 
-def episodes(path: Path) -> list[tuple[float, float]]:
-    """Decisions and mean score each time the environments, which begin together, have all ended an episode."""
+def episodes(path: Path, repeat: int) -> list[tuple[float, float]]:
+    """Decisions and mean score of the episodes that ended within each thousand frames, the length of one in DMC."""
     found: dict[int, list[float]] = {}
     for row in read(path) if path.exists() else []:
         found.setdefault(round(row["step"] / 1000), []).append(row["episode/score"])
-    return [(1000 * place / 2, sum(scores) / len(scores)) for place, scores in found.items()]
+    return [(1000 * place / repeat, sum(scores) / len(scores)) for place, scores in found.items()]
 
 
 def main() -> None:
@@ -81,11 +86,12 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--ours", type=Path, nargs="+", required=True)
     parser.add_argument("--theirs", type=Path, nargs="+", required=True)
+    parser.add_argument("--repeat", type=int, default=2, help="frames that one decision takes")
     parser.add_argument("--title", default="")
     parser.add_argument("--until", type=float, default=float("inf"), help="updates that the picture shows")
     options = parser.parse_args()
     curves = [("RL Lab", ours(path)) for path in options.ours]
-    curves += [("danijar/dreamerv3", theirs(path)) for path in options.theirs]
+    curves += [("danijar/dreamerv3", theirs(path, options.repeat)) for path in options.theirs]
     columns = [
         *COLUMNS,
         *([EPISODES] if any(EPISODES in line for _, lines in curves for line in lines) else []),

@@ -32,6 +32,25 @@ def test_every_experiment_runs_dry(name: str, tmp_path: Path):
     assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
 
 
+@pytest.mark.parametrize(
+    "task", ["atari", "atari100k", "crafter", "dmc_proprio", "dmc_vision", "memory_maze"]
+)
+def test_presets_of_dreamer_begin_to_learn_where_the_original_does(task: str):
+    """danijar/dreamerv3 @ e3f0224, embodied/run/train.py: len(replay) >= batch_size * batch_length."""
+    config = compose_config([f"experiment=dreamer_{task}"])
+    algorithm, streams = config.algorithm, config.environment.num_envs
+    rows = algorithm.batch_length + algorithm.replay_context  # of one sequence
+    sequences = streams * (algorithm.seed_steps // streams - rows + 1)
+    assert sequences == algorithm.batch_size * algorithm.batch_length
+    assert config.training.phases[0].duration_steps == algorithm.seed_steps
+
+
+def test_a_preset_collects_before_it_learns(tmp_path: Path):
+    words = ["experiment=dreamer_dmc_proprio", "debug=tiny", *QUIET, f"run_dir={tmp_path / 'run'}"]
+    run = rl_lab.train(None, [*words, "algorithm.seed_steps=60"])  # of 100; then an update every 4
+    assert run.counters["updates"] == 10
+
+
 @pytest.mark.parametrize("name", known_choices("size"))
 def test_every_size_states_what_the_networks_read(name: str):
     size = compose_config([f"size={name}"]).algorithm.size

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 
 from rl_lab.tools.play.source_episodes import read_film
 
+PATIENCE = 120.0  # seconds until the server's first line; imports, weights and environment take 2 to 10
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -52,12 +55,17 @@ def address(trained: Path) -> Iterator[str]:
         "never",
     ]
     server = subprocess.Popen([*command, "--seed", "3"], stdout=subprocess.PIPE, text=True)
+    # It hung once in some hundred starts. Python's fault handler answers SIGABRT with where every thread stands.
+    watch = threading.Timer(PATIENCE, server.send_signal, [signal.SIGABRT])
+    watch.start()
     try:
         assert server.stdout is not None
         found = re.search(r"http://\S+", server.stdout.readline())
-        assert found is not None
+        watch.cancel()
+        assert found is not None, "the server gave no address: what it said is in the captured stderr"
         yield found[0]
     finally:
+        watch.cancel()
         server.terminate()
         server.wait(20)
 
