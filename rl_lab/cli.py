@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import io
 import os
 import re
 import select
@@ -41,17 +42,10 @@ def help_text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status."""
+    _write_by_lines()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(help_text())
-        return 0
-    if words[0] == "--version":
-        from rl_lab import __version__
-
-        print(__version__)
-        return 0
     # A crash inside a driver or a simulator would end a run without a word.
     if not faulthandler.is_enabled():
         faulthandler.enable()
@@ -59,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return _run_verb(words[0], words[1:])
+        return _answer(words)
     except LabError as error:
         if debug:
             raise
@@ -87,6 +81,18 @@ class Parser(argparse.ArgumentParser):
         raise LabError(f"{message}.{hint} {self.prog} --help says what it takes")
 
 
+def _answer(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if words[0] == "--version":
+        from rl_lab import __version__
+
+        print(__version__)
+        return 0
+    return _run_verb(words[0], words[1:])
+
+
 def _run_verb(verb: str, words: list[str]) -> int:
     if verb not in VERBS:
         raise LabError(f"no verb '{verb}'.{closest(verb, VERBS)}")
@@ -97,6 +103,12 @@ def _run_verb(verb: str, words: list[str]) -> int:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     module.add_arguments(parser)
     return int(module.main(parser.parse_args(words)))
+
+
+def _write_by_lines() -> None:
+    """Into a pipe or a file Python writes by blocks: the address of a page, or how far a run is, would wait in one."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _nobody_reads() -> bool:

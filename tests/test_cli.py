@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
 import time
@@ -179,6 +180,20 @@ def test_a_reader_that_leaves_is_no_error_and_any_other_broken_pipe_is(capsys, m
     monkeypatch.setattr("rl_lab.tools.listing.main", broken)
     assert main(["list"]) == 1
     assert "a worker's end is gone" in capsys.readouterr().err
+
+
+def test_a_pipe_gets_each_line_at_once(monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    script = "import time; from rl_lab.cli import main; main(['--version']); time.sleep(60)"
+    talking = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert talking.stdout is not None
+    try:
+        readable, _, _ = select.select([talking.stdout], [], [], 30)
+        assert readable and talking.stdout.readline().strip() == rl_lab.__version__
+    finally:
+        talking.kill()
+        talking.wait()
+        talking.stdout.close()
 
 
 def test_multirun_makes_a_run_each(tmp_path: Path, monkeypatch):

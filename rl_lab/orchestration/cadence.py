@@ -15,8 +15,9 @@ EVERY_KEYS = {"every_env_steps": "env_steps", "every_updates": "updates", "every
 class Every:
     """Fires once each time a counter passes a multiple of its limit, however far one step jumps.
 
-    With several counters (`{every_env_steps: 1000, every_updates: 500}`) the first to pass fires: an offline
-    phase, in which no environment steps, is logged too.
+    With several counters (`{every_env_steps: 1000, every_updates: 500}`) the first named leads. Another fires at its
+    multiples, too, but only a whole limit of its own after the last firing: an offline phase, in which no environment
+    steps, is logged, and a joint one not twice in a row.
     """
 
     def __init__(self, limits: Mapping[str, int]) -> None:
@@ -38,7 +39,12 @@ class Every:
         return any(counters[name] // limit > self.passed[name] for name, limit in self.limits.items())
 
     def fired(self, counters: Mapping[str, int]) -> None:
-        self.passed = {name: counters[name] // limit for name, limit in self.limits.items()}
+        leads = next(iter(self.limits))
+        # Rounded up, the next multiple that counts is at least a whole limit away.
+        self.passed = {
+            name: counters[name] // limit if name == leads else -(-counters[name] // limit)
+            for name, limit in self.limits.items()
+        }
 
 
 @dataclass

@@ -16,15 +16,35 @@ def test_every_fires_once_per_multiple_passed():
     assert fired == [14, 39, 40]  # 20 and 30 were passed in one jump: one firing
 
 
-def test_the_first_of_several_counters_fires():
-    every = Every({"env_steps": 10, "updates": 4})
+def firings(every: Every, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
     fired = []
-    for steps, updates in ((9, 0), (9, 4), (9, 7), (10, 7), (11, 8), (12, 8)):
+    for steps, updates in places:
         counters = {"env_steps": steps, "updates": updates}
         if every.due(counters):
             every.fired(counters)
             fired.append((steps, updates))
-    assert fired == [(9, 4), (10, 7), (11, 8)]
+    return fired
+
+
+def test_another_counter_fires_where_the_leading_one_stands_still():
+    every = Every({"env_steps": 10, "updates": 4})
+    offline = [(9, updates) for updates in range(13)]
+    assert firings(every, offline) == [(9, 4), (9, 8), (9, 12)]
+
+
+def test_another_counter_does_not_repeat_what_the_leading_one_has_just_done():
+    every = Every({"env_steps": 10, "updates": 6})
+    joint = [
+        (steps, max(0, steps - 3) // 2) for steps in range(41)
+    ]  # an update every 2 steps, from the third on
+    assert firings(every, joint) == [
+        (10, 3),
+        (20, 8),
+        (30, 13),
+        (40, 18),
+    ]  # not at 6, 12 and 18 updates besides
+    # and goes on at its own multiples when the leading one stops
+    assert firings(every, [(40, updates) for updates in range(18, 33)]) == [(40, 24), (40, 30)]
 
 
 def test_every_from_config():

@@ -55,7 +55,7 @@ def address(trained: Path) -> Iterator[str]:
         "never",
     ]
     server = subprocess.Popen([*command, "--seed", "3"], stdout=subprocess.PIPE, text=True)
-    # It hung once in some hundred starts. Python's fault handler answers SIGABRT with where every thread stands.
+    # Python's fault handler answers SIGABRT with where every thread stands.
     watch = threading.Timer(PATIENCE, server.send_signal, [signal.SIGABRT])
     watch.start()
     try:
