@@ -23,7 +23,7 @@ def gone(pid, seconds=5.0):
     while time.monotonic() < end:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # before it was opened, or between that and reading
             return True
         if state == "Z":
             return True
