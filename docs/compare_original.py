@@ -4,7 +4,7 @@
 
 THEIRS is what danijar/dreamerv3 writes (`--logger.outputs jsonl --logger.filter '.*'`); scores.jsonl beside it gives the
 training episodes. Both average over what they log at once, so a line stands at the middle of its interval.
---repeat is the action repeat: their steps count frames, ours decisions.
+--repeat is the action repeat: their steps count frames, ours decisions. --at prints what both say there, as JSON.
 """
 
 from __future__ import annotations
@@ -63,12 +63,25 @@ def theirs(path: Path, repeat: int) -> list[Line]:
     for row in read(path):
         if "train/loss/dyn" in row:
             line = {"updates": row["train/opt/updates"], "decisions": row["step"] / repeat}
-            # Which observations there are depends on the task.
-            line |= {name: sum(row[key] for key in keys if key in row) for name, (_, keys) in COLUMNS.items()}
+            line |= {name: total(row, keys) for name, (_, keys) in COLUMNS.items()}
             lines.append(line)
     for decisions, score in episodes(path.with_name("scores.jsonl"), repeat):
         min(lines, key=lambda line: abs(line["decisions"] - decisions))[EPISODES] = score
     return lines
+
+
+def total(row: Line, keys: list[str]) -> float:
+    """Of those that the task has (observations differ); KeyError where it has none."""
+    found = [row[key] for key in keys if key in row]
+    if not found:
+        raise KeyError(" + ".join(keys))
+    return sum(found)
+
+
+def near(lines: list[Line], updates: float, column: str) -> float:
+    """Mean of the two lines nearest to that many updates."""
+    two = sorted(lines, key=lambda line: abs(line["updates"] - updates))[:2]
+    return float(f"{sum(line[column] for line in two) / len(two):.3g}")
 
 
 def episodes(path: Path, repeat: int) -> list[tuple[float, float]]:
@@ -89,6 +102,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2, help="frames that one decision takes")
     parser.add_argument("--title", default="")
     parser.add_argument("--until", type=float, default=float("inf"), help="updates that the picture shows")
+    parser.add_argument("--at", type=float, nargs="*", default=[], help="updates to compare at")
     options = parser.parse_args()
     curves = [("RL Lab", ours(path)) for path in options.ours]
     curves += [("danijar/dreamerv3", theirs(path, options.repeat)) for path in options.theirs]
@@ -107,6 +121,9 @@ def main() -> None:
                 writer.writerow([code, number, *values])
     shown = [(code, [line for line in lines if line["updates"] <= options.until]) for code, lines in curves]
     draw(RESULTS / f"{options.name}.png", shown, columns, options.title)
+    for updates in options.at:
+        values = {column: [near(lines, updates, column) for _, lines in curves] for column in COLUMNS}
+        print(json.dumps({f"{updates:.0f}": values}))
     print(f"kept {options.name}: {', '.join(f'{len(lines)} lines of {code}' for code, lines in curves)}")
 
 

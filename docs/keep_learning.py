@@ -59,6 +59,9 @@ def main() -> None:
     keep_parser.add_argument(
         "--evaluation", type=Path, nargs="*", default=[], help="JSON files of rl-lab eval"
     )
+    keep_parser.add_argument(
+        "--bin", type=int, default=0, help="frames over which training episodes are averaged; 0: not at all"
+    )
     draw_parser = commands.add_parser("draw")
     draw_parser.add_argument("picture", type=Path)
     draw_parser.add_argument("names", nargs="+")
@@ -101,10 +104,25 @@ def keep(options: argparse.Namespace) -> None:
         "note": options.note,
         "curve": f"{options.name}.csv",
     }
+    if options.bin:
+        result["training_episodes_by_frames"] = binned(metrics.rows, options.bin)
     if options.evaluation:
         result["final_evaluations"] = {file.stem: json.loads(file.read_text()) for file in options.evaluation}
     (RESULTS / f"{options.name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(f"kept {options.name}: {len(metrics.rows)} lines, {len(evaluations)} evaluations")
+
+
+def binned(rows: list[dict[str, Any]], frames: int) -> dict[str, float]:
+    """Mean return of the training episodes that ended in each stretch of so many frames, by the stretch's end."""
+    sums: dict[int, list[float]] = {}
+    before = 0.0  # episodes so far: how many a line's mean is of
+    for row in rows:
+        if (mean := row.get("collect/return_mean")) is not None:
+            count = row["collect/episodes"] - before
+            place = sums.setdefault(-(-int(row["frames"]) // frames) * frames, [0.0, 0.0])
+            place[0], place[1] = place[0] + mean * count, place[1] + count
+            before = row["collect/episodes"]
+    return {str(end): round(total / count, 2) for end, (total, count) in sums.items()}
 
 
 def draw(picture: Path, names: list[str], *, same_axes: bool = False) -> None:

@@ -85,13 +85,13 @@ class Capture:
         if not Capture._pooled:  # the first graph, or the pool went with the last one
             Capture._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # recording does so first, too: what is reserved afterwards is then the graph's
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=Capture._pool):
             self._result = self.function(*arguments)
         self._graph = graph
         Capture._pooled.add(graph)
+        # Recording may first give unused blocks back, so this can only be a lower bound.
         self.graph_bytes = max(0, torch.cuda.memory_reserved(self.device) - before)
         self._arguments = tuple(id(argument) for argument in arguments)
 

@@ -227,9 +227,7 @@ def serve(
     live = LiveReport(folders, by, access.token)
     server = Server(live, access, port)
     threading.Thread(target=live.watch, daemon=True).start()
-    print(
-        f"serving {', '.join(str(folder) for folder in folders)} at {server.url} (Ctrl-C ends it)", flush=True
-    )
+    print(f"serving {', '.join(str(folder) for folder in folders)} at {server.url} (Ctrl-C ends it)")
     try:
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:

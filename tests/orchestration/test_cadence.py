@@ -34,15 +34,9 @@ def test_another_counter_fires_where_the_leading_one_stands_still():
 
 def test_another_counter_does_not_repeat_what_the_leading_one_has_just_done():
     every = Every({"env_steps": 10, "updates": 6})
-    joint = [
-        (steps, max(0, steps - 3) // 2) for steps in range(41)
-    ]  # an update every 2 steps, from the third on
-    assert firings(every, joint) == [
-        (10, 3),
-        (20, 8),
-        (30, 13),
-        (40, 18),
-    ]  # not at 6, 12 and 18 updates besides
+    # An update every 2 steps, from the third on; its multiples of 6 come between those of 10 steps.
+    joint = [(steps, max(0, steps - 3) // 2) for steps in range(41)]
+    assert firings(every, joint) == [(10, 3), (20, 8), (30, 13), (40, 18)]
     # and goes on at its own multiples when the leading one stops
     assert firings(every, [(40, updates) for updates in range(18, 33)]) == [(40, 24), (40, 30)]
 

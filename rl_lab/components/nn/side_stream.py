@@ -7,7 +7,6 @@ the next start, which waits for all that was asked of the current stream until t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -50,8 +49,5 @@ class Aside(Generic[T]):
 def _stream(device: torch.device, lane: int) -> Any:
     index = torch.cuda.current_device() if device.index is None else device.index
     if (index, lane) not in _streams:
-        # Autograd warns that a lane's gradients are added on another stream than they were found on: that is the point,
-        # and tests hold captured updates to eager ones.
-        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
         _streams[index, lane] = torch.cuda.Stream(device)
     return _streams[index, lane]
