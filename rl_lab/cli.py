@@ -49,9 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A crash inside a driver or a simulator would end a run without a word.
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    # A user's own modules (an environment, a workflow) lie where they stand.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _current_folder_last()
     try:
         return _answer(words)
     except LabError as error:
@@ -69,6 +67,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {_out_of_memory(error) or unexpected(error)}", file=sys.stderr)
         return 1
+
+
+def _current_folder_last() -> None:
+    """A user's own modules (an environment, a workflow) are found in the current folder, but after all that is installed:
+    a file there called torch.py or queue.py must not take the place of the real module. `python -m` puts it first.
+    """
+    try:
+        here = os.getcwd()
+    except OSError:  # the folder was deleted
+        return
+    if sys.path[:1] in ([""], [here]):
+        del sys.path[0]
+    if here not in sys.path:
+        sys.path.append(here)
 
 
 class Parser(argparse.ArgumentParser):

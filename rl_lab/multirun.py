@@ -9,6 +9,7 @@ with `hydra.sweep.dir=FOLDER` goes on with what was stopped.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,8 @@ def _job(config: DictConfig) -> float | None:
         result = train_config(config, list(job.overrides.task), say=say)
     except LabError as error:
         note.write_text(f"{error}\n")
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # Hydra made it for this run; it stays if anything is in it
         print(f"error: run {job.job.num}: {error}", file=sys.stderr, flush=True)
         return None
     if result.interrupted:

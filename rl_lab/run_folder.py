@@ -12,7 +12,7 @@ outputs/2026-11-15/14-30-05/
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 
 KAGGLE_ROOT = Path("/kaggle/working")
 MEDIA = ("episodes/train", "episodes/test", "episodes/imagination", "reconstructions", "recordings")
+LOCK = ".lock"
+# What `create` makes at the top of a run folder before config.yaml, which comes last.
+BEFORE_CONFIG = {
+    LOCK,
+    "checkpoints",
+    "tensorboard",
+    "config",
+    "scripts",
+    "media",
+    "code.txt",
+    "config.yaml.part",
+}
 
 
 class RunFolder:
@@ -36,6 +48,8 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().resolve()
+        self._written: list[Path] = []  # files that `create` wrote
+        self._made: list[Path] = []  # folders that this process made, parents first
 
     @property
     def config_file(self) -> Path:
@@ -68,22 +82,52 @@ class RunFolder:
     def exists(self) -> bool:
         return self.config_file.is_file()
 
+    def check_free(self) -> None:
+        """Refuse a `run_dir` that holds somebody's files: a run is written to a new or an empty folder."""
+        try:
+            names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+        except OSError as error:  # a file, or a folder that cannot be read
+            raise ConfigError(
+                f"run_dir={self.path} is no folder that can be read: {error.strerror}"
+            ) from error
+        unfinished = LOCK in names and names <= BEFORE_CONFIG  # a start that was killed
+        if names and not unfinished:
+            raise ConfigError(
+                f"run_dir={self.path} is not empty and is not a run folder (it has no config.yaml): "
+                "choose a new or an empty folder"
+            )
+
+    def make(self, exist_ok: bool = True) -> None:
+        """Make the run folder, and remember which folders were not there before."""
+        self._make(self.path, exist_ok)
+
+    def _make(self, folder: Path, exist_ok: bool = True) -> None:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+        self._made += reversed(missing)
+
+    def _write(self, file: Path, text: str) -> None:
+        file.write_text(text, encoding="utf-8")
+        self._written.append(file)
+
     def create(self, config: DictConfig, spec: Spec, overrides: list[str]) -> None:
         """Make the folders and write what never changes."""
         from omegaconf import OmegaConf
 
         for folder in (self.checkpoints, self.tensorboard, self.path / "config", self.path / "scripts"):
-            folder.mkdir(parents=True, exist_ok=True)
+            self._make(folder)
         for name in MEDIA:
-            (self.media / name).mkdir(parents=True, exist_ok=True)
+            self._make(self.media / name)
         write_json_atomic(self.spec_file, spec.to_dict())
-        (self.path / "config" / "overrides.txt").write_text("\n".join(overrides) + "\n")
-        (self.path / "code.txt").write_text(code_state())
+        self._written.append(self.spec_file)
+        self._write(self.path / "config" / "overrides.txt", "\n".join(overrides) + "\n")
+        self._write(self.path / "code.txt", code_state())
         self._write_scripts()
         # Last: a folder counts as a run once it has its config.
         temporary = self.path / "config.yaml.part"
         temporary.write_text(OmegaConf.to_yaml(config, resolve=True))
         temporary.replace(self.config_file)
+        self._written.append(self.config_file)
 
     def load_config(self) -> DictConfig:
         from omegaconf import DictConfig, OmegaConf
@@ -114,11 +158,20 @@ class RunFolder:
             raise ConfigError(f"{self.spec_file} is damaged: {one_line(error)}") from error
 
     def discard_if_unused(self) -> None:
-        """Remove the folder of a run that failed before it did anything: a mistake in a config is no run."""
-        if not any(self.checkpoints.iterdir()) and not (
-            self.metrics.exists() and self.metrics.stat().st_size
-        ):
-            shutil.rmtree(self.path, ignore_errors=True)
+        """Remove what this process wrote for a run that failed before its first checkpoint or metrics line.
+
+        Only files of this process are deleted, and only folders that it made and that are empty then: whatever else
+        lies in the folder stays.
+        """
+        if any(self.checkpoints.iterdir()) or (self.metrics.exists() and self.metrics.stat().st_size):
+            return
+        logs = [path for path in self.tensorboard.iterdir() if not path.is_symlink() and path.is_file()]
+        for file in (*self._written, *logs, self.metrics, self.path / LOCK):
+            with contextlib.suppress(OSError):
+                file.unlink()
+        for folder in sorted(self._made, key=lambda path: len(path.parts), reverse=True):
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # fails if something is left in it
 
     def _write_scripts(self) -> None:
         python = sys.executable
@@ -133,7 +186,7 @@ class RunFolder:
         }
         for name, text in shims.items():
             file = self.path / "scripts" / name
-            file.write_text(text)
+            self._write(file, text)
             file.chmod(0o755)
 
 
@@ -151,14 +204,14 @@ def new_run_folder(root: Path, now: datetime | None = None) -> RunFolder:
     now = now or datetime.now()
     day = root / now.strftime("%Y-%m-%d")
     for number in range(1000):
-        path = day / (now.strftime("%H-%M-%S") + (f"-{number}" if number else ""))
+        folder = RunFolder(day / (now.strftime("%H-%M-%S") + (f"-{number}" if number else "")))
         try:
-            path.mkdir(parents=True)
+            folder.make(exist_ok=False)
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(f"cannot make the run folder {path}: {error}") from error
-        return RunFolder(path)
+            raise ConfigError(f"cannot make the run folder {folder.path}: {error}") from error
+        return folder
     raise ConfigError(f"no free run folder under {day}")
 
 
@@ -182,12 +235,15 @@ def code_state() -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
-        return result.stdout.strip() if result.returncode == 0 else ""
+        result = subprocess.run(command, capture_output=True, timeout=10)
+        # A file of the checkout need not be UTF-8.
+        return result.stdout.decode("utf-8", "replace").strip() if result.returncode == 0 else ""
 
     try:
-        commit = git("rev-parse", "HEAD")
-        diff = git("diff", "HEAD")
+        # An installed rl_lab may lie inside a repository of the user's, whose diff is none of our business.
+        ours = git("ls-files", "--error-unmatch", "__init__.py")
+        commit = git("rev-parse", "HEAD") if ours else ""
+        diff = git("diff", "HEAD") if ours else ""
     except (OSError, subprocess.TimeoutExpired):
         commit = diff = ""
     if commit:

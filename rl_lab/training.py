@@ -62,11 +62,13 @@ def train_config(
     run_dir = _run_dir(config)
     if run_dir is not None and run_dir.exists():
         return _resume_same(run_dir, config, say)
+    if run_dir is not None:
+        run_dir.check_free()
     spec = environment_spec(config)
     resolve_config(config, spec)
     folder = run_dir or new_run_folder(output_root(config.output_root))
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.make()
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {folder.path}: {error}") from error
     with RunLock(folder.path):
