@@ -11,7 +11,7 @@ import pytest
 from rl_lab.cli import main
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.run_folder import RunFolder, code_state
-from rl_lab.training import train
+from rl_lab.training import resume, train
 
 FAILURES = {
     "sampler": "algorithm.sampler=zzz",
@@ -163,3 +163,37 @@ def test_the_current_folder_is_last_on_the_import_path(
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_clean_up_leaves_files_that_are_not_ours(tmp_path: Path) -> None:
+    """A replay folder that the user moved to another disk, and files beside ours, survive training and resume."""
+    words = [*TINY, f"run_dir={tmp_path / 'run'}"]
+    train("dreamer_cartpole", [*words, "training.total_timesteps=40"])
+    checkpoints = tmp_path / "run" / "checkpoints"
+    moved = tmp_path / "disk" / "replay"
+    moved.parent.mkdir()
+    (checkpoints / "replay").rename(moved)
+    (checkpoints / "replay").symlink_to(moved)
+    (moved / "thesis.txt").write_text("years of work")
+    (checkpoints / "notes.txt").write_text("mine")
+    (checkpoints / ".hidden.tmp").write_text("mine")
+    (tmp_path / "run" / "tensorboard").rmdir()
+    (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "events.out.tfevents.1").write_text("mine")
+    kept = {path for path in moved.rglob("*") if path.is_file()}
+    resume(tmp_path / "run", ["training.total_timesteps=80"])
+    assert kept <= set(moved.rglob("*"))
+    assert (checkpoints / "notes.txt").exists() and (checkpoints / ".hidden.tmp").exists()
+    assert (tmp_path / "disk" / "events.out.tfevents.1").read_text() == "mine"
+
+
+def test_clean_up_deletes_replay_files_that_no_checkpoint_names(tmp_path: Path) -> None:
+    words = [*TINY, f"run_dir={tmp_path / 'run'}", "training.checkpoint.every_env_steps=20"]
+    train("dreamer_cartpole", [*words, "training.total_timesteps=40"])
+    replay = tmp_path / "run" / "checkpoints" / "replay" / "replay"
+    (replay / "thesis.txt").write_text("years of work")
+    (replay / "tail-000000009999.pt").write_text("of a save that was killed")
+    resume(tmp_path / "run", ["training.total_timesteps=160"])
+    assert (replay / "thesis.txt").exists()
+    assert not (replay / "tail-000000009999.pt").exists()
+    assert len(list(replay.glob("tail-*.pt"))) <= 2  # training.checkpoint.keep

@@ -271,6 +271,7 @@ class CheckpointManager:
                 keep=self.keep,
                 keep_weights=self.keep_weights,
                 weight_keys=self.weight_keys,
+                written=self._seen,
                 on_warning=self.on_warning,
             )
         except OSError as error:

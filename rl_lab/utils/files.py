@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import warnings
@@ -20,6 +21,7 @@ from rl_lab.errors import CheckpointError, ConfigError, RunLockedError
 BLOCK = 1 << 20  # bytes read at a time for a checksum
 TEMPORARY_SUFFIX = ".tmp"
 LOCK_NAME = ".lock"
+_TEMPORARY_NAME = re.compile(rf"\..+\.\d+{re.escape(TEMPORARY_SUFFIX)}")  # .name.pid.tmp, see write_atomic
 
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], Any]) -> tuple[int, int]:
@@ -58,10 +60,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Delete what a killed `write_atomic` left behind, in the folder and below. Only for the lock's holder."""
-    for path in folder.rglob(f".*{TEMPORARY_SUFFIX}"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    """Delete what a killed `write_atomic` left behind, in the folder and below. Only for the lock's holder.
+
+    Links are not followed, and other hidden files stay.
+    """
+    for parent, _, names in os.walk(folder) if not folder.is_symlink() else ():
+        for name in filter(_TEMPORARY_NAME.fullmatch, names):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(parent, name))
 
 
 def crc32_of(path: Path) -> int:

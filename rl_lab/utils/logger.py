@@ -52,7 +52,7 @@ class ExperimentLogger:
         if tensorboard:
             folder = self.run_dir / "tensorboard"
             if resume_bytes == 0 and resume_step is None:
-                for old in folder.glob("events.out.tfevents.*"):
+                for old in folder.glob("events.out.tfevents.*") if not folder.is_symlink() else ():
                     old.unlink()
             self._tensorboard = TensorBoardWriter(folder, resume_step=resume_step)
         self._complained: set[str] = set()

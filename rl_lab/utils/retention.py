@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from rl_lab.utils.manifest import REPLAY_FOLDER, read_manifest, write_manifest
 from rl_lab.utils.saveable import load_data
 
 _STATE_FILE = re.compile(r"(step_\d+|[a-z][a-z0-9_-]*\.\d+)(\.\w+)*\.pt")
+# The names that buffers give to the files of a checkpoint. Other files in the replay folder are not ours.
+_REPLAY_FILE = re.compile(r"(chunk|tail|mutable|index|memory)-\d+(-\d+)?\.(pt|episodes|log)")
 
 
 def clean(
@@ -31,21 +33,27 @@ def clean(
     keep: int,
     keep_weights: int,
     weight_keys: Sequence[str],
+    written: Iterable[Path] = (),
     on_warning: Warn | None = None,
 ) -> None:
     """Tidy the folder after the checkpoint of step `newest` became durable (None: after a tagged one).
 
     Checkpoints of later steps belong to a course of the run that was given up when it was resumed from an
     earlier point; they go.
+
+    written: replay files of this process
     """
     full: list[Path] = []
     weights: list[Path] = []
+    released = set(written)  # and replay files of checkpoints that are no longer complete
     for path in manifests(folder):
+        manifest = _read(path)
+        files = named_replay(folder, manifest or {})
         if newest is not None and manifest_step(path) > newest:
             say(f"{path.stem} is of a course of this run that was given up: deleted", on_warning)
             path.unlink()
+            released |= files
             continue
-        manifest = _read(path)
         if manifest is None:
             if len(full) >= keep:  # damaged, and older than what is kept
                 path.unlink()
@@ -55,18 +63,29 @@ def clean(
             full.append(path)
         elif keep_weights == 0:
             path.unlink()
+            released |= files
         else:
             _shrink(path, manifest, weight_keys, on_warning)
             weights.append(path)
+            released |= files
     if keep_weights >= 0:
         for path in sorted(weights, key=manifest_step, reverse=True)[keep_weights:]:
             path.unlink()
     sync_folder(folder)
-    collect(folder, replay=newest is not None)
+    collect(folder, replay=newest is not None, released=released)
 
 
-def collect(folder: Path, needed: set[Path] | None = None, *, replay: bool = True) -> None:
+def collect(
+    folder: Path,
+    needed: set[Path] | None = None,
+    *,
+    replay: bool = True,
+    released: Collection[Path] = (),
+) -> None:
     """Delete state and (replay=True) replay files that no manifest names, nor `needed`.
+
+    Only files of ours are deleted: those in `released`, which this process wrote or a manifest named until now, and
+    those with a name that our buffers write. Nothing behind a link is deleted.
 
     Only a save of the buffers may collect replay: between restoring another run's and the first save here, its
     files are in use though no manifest names them yet. While a manifest cannot be read, what it names is
@@ -84,12 +103,20 @@ def collect(folder: Path, needed: set[Path] | None = None, *, replay: bool = Tru
     for path in folder.glob("*.pt"):
         if path not in named and not path.is_symlink() and _STATE_FILE.fullmatch(path.name):
             path.unlink()
-    for path in sorted((folder / REPLAY_FOLDER).rglob("*"), reverse=True) if replay else ():
-        if path.is_dir():
-            with contextlib.suppress(OSError):  # not empty
-                path.rmdir()
-        elif path not in named:
-            path.unlink()
+    if replay:
+        _collect_replay(folder / REPLAY_FOLDER, named, released)
+
+
+def _collect_replay(replay: Path, named: set[Path], released: Collection[Path]) -> None:
+    if replay.is_symlink():
+        return
+    for parent, _, names in os.walk(replay, topdown=False):  # links to folders are not entered
+        for path in (Path(parent, name) for name in names):
+            ours = path in released or _REPLAY_FILE.fullmatch(path.name)
+            if ours and path not in named and not path.is_symlink():
+                path.unlink()
+        with contextlib.suppress(OSError):  # not empty
+            os.rmdir(parent)
 
 
 def link(folder: Path, name: str, target: str, on_warning: Warn | None = None) -> None:
