@@ -96,6 +96,26 @@ def test_a_run_with_failures_is_counted_whole_and_resumes_exactly(words, tmp_pat
     assert_resumes_exactly(words, tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_that_is_not_finite_is_stored_or_counted_and_the_run_resumes(
+    workers, tmp_path, monkeypatch, capsys, kept
+):
+    words = [*faulty(raises=0.0, spoils=0.1, exits=0.02), f"environment.workers={workers}"]
+    words += ["environment.normalize_observations=true"]
+    whole = rl_lab.train(None, [*TINY, *words, f"run_dir={tmp_path / 'whole'}"])
+    said = capsys.readouterr().out
+    assert not whole.interrupted and metrics(whole.path)[-1]["collect/env_restarts"] > 5
+    assert "gave an unusable row: observation 'vector' has NaN or infinity at step" in said
+    assert "gave an unusable row: reward is inf, not a finite float32 number at step" in said
+    assert "raised SystemExit: 0: restarted" in said
+    rows = rows_of(kept[0])
+    assert all(np.isfinite(rows[name]).all() for name in ("obs/vector", "reward"))
+    state = CheckpointManager.load_file(whole.path / "checkpoints").state["collector"]["environment"]
+    for name in ("mean", "squares"):
+        assert state["normalizer"][name]["vector"].isfinite().all()
+    assert_resumes_exactly(words, tmp_path, monkeypatch)
+
+
 def assert_resumes_exactly(words: list[str], folder: Path, monkeypatch) -> None:
     """Half, stopped and resumed, equals the run in `folder / "whole"`."""
     with stopped_at(monkeypatch):

@@ -1,8 +1,8 @@
 """The workers of a vector environment: asked together, and made again when they fail.
 
-An environment that fails (it raised, its process died or does not answer) loses its open episode. The row that never
-came is written here: the last observation once more, reward 0, truncated. An environment that fails to begin an
-episode tries the next one's seed, until it begins or too much has failed.
+An environment that fails (it raised, gave a row that cannot be used, its process died or does not answer) loses its open
+episode. The row that never came is written here: the last observation once more, reward 0, truncated. An environment
+that fails to begin an episode tries the next one's seed, until it begins or too much has failed.
 """
 
 from __future__ import annotations
@@ -222,11 +222,14 @@ class Crew:
         except LabError:
             self.close()
             raise
-        faults: dict[int, str] = reply.pop("faults", {})
-        for env, text in faults.items():
-            faults[env] = f"raised {last_line(text)}"
+        raised: dict[int, str] = reply.pop("faults", {})
+        faults = {env: f"raised {last_line(text)}" for env, text in raised.items()}
+        for env, text in reply.pop("unusable", {}).items():
+            faults[env] = f"gave an unusable row: {text}"
+        for env, what in faults.items():
             in_a_row = attempt if beginning is not None and beginning[env] else 0
-            self._note("raised", f"environment {env}", faults[env], f"\n\n{text.strip()}", in_a_row)
+            detail = f"\n\n{raised[env].strip()}" if env in raised else ""
+            self._note("raised", f"environment {env}", what, detail, in_a_row)
         return reply, faults
 
     def _replace(self, worker: ProcessWorker) -> None:

@@ -102,6 +102,11 @@ def _import(path: str) -> Any:
             f"cannot import '{error.name}' for the environment '{path}': run from the folder that has {module_name}.py, "
             "or install the package"
         ) from error
+    except SystemExit as error:  # it would end the trainer without a word
+        raise ConfigError(
+            f"the module '{module_name}' calls sys.exit({error.code!r}) when it is imported: put what runs as a script "
+            'below if __name__ == "__main__"'
+        ) from error
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -17,6 +17,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.row_checks import finite_number
 from rl_lab.errors import ConfigError
 from rl_lab.records import Spec
 
@@ -101,8 +102,8 @@ class MultiTaskEnv(gymnasium.Env):
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         own = np.asarray(action)[: self.specs[self._playing].action.size]
         obs, reward, terminated, truncated, info = self._env().step(own)
-        name = self.names[self._playing].replace("/", "_")
-        return self._padded(obs), float(reward), terminated, truncated, {**info, f"log/return_{name}": reward}
+        name, number = self.names[self._playing].replace("/", "_"), finite_number("reward", reward)
+        return self._padded(obs), number, terminated, truncated, {**info, f"log/return_{name}": number}
 
     def render(self) -> Any:
         return self._env().render()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_lab.environments.row_checks import FLOAT32_MAX
 from rl_lab.errors import CheckpointError, ConfigError
 from rl_lab.records import ArraySpec, Spec
 
@@ -64,8 +65,8 @@ class ObservationNormalizer:
         result = dict(obs)
         for name, mean in self.mean.items():
             scaled = (obs[name] - mean) * self._scale[name]
-            if self.clip is not None:
-                np.clip(scaled, -self.clip, self.clip, out=scaled)
+            bound = FLOAT32_MAX if self.clip is None else self.clip  # a tiny deviation may not give infinity
+            np.clip(scaled, -bound, bound, out=scaled)
             result[name] = scaled.astype(np.float32)
         return result
 

@@ -24,6 +24,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.row_checks import UnusableRow, shaped_array, whole_array
 from rl_lab.errors import ConfigError, closest
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
@@ -164,18 +165,25 @@ def _leaf_reader(name: str, space: spaces.Space) -> tuple[ArraySpec, Convert]:
     if isinstance(space, spaces.Box):
         if space.dtype == np.uint8 and len(space.shape) >= 2:
             return _image_reader(name, space.shape)
-        shape = space.shape or (1,)
-        return ArraySpec(shape, "float32"), lambda value: np.asarray(value, np.float32).reshape(shape)
+        return _float_reader(name, space.shape, space.shape or (1,))
     if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
         counts = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec).reshape(-1)
-        return _one_hot_reader(counts, np.asarray(space.start).reshape(-1))
+        return _one_hot_reader(name, counts, np.asarray(space.start).reshape(-1))
     if isinstance(space, spaces.MultiBinary):
-        width = (int(np.prod(space.shape)),)
-        return ArraySpec(width, "float32"), lambda value: np.asarray(value, np.float32).reshape(width)
+        return _float_reader(name, space.shape, (int(np.prod(space.shape)),))
     raise ConfigError(
         f"observation '{name}' is a {type(space).__name__} space, which does not become an array: keep only other "
         "observations with environment.observations=[…], or convert it in the environment"
     )
+
+
+def _float_reader(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> tuple[ArraySpec, Convert]:
+    """Numbers of `shape`, as float32 of the shape `target`."""
+
+    def convert(value: Any) -> np.ndarray:
+        return shaped_array(name, value, shape).astype(np.float32, order="C", copy=False).reshape(target)
+
+    return ArraySpec(target, "float32"), convert
 
 
 def _image_reader(name: str, shape: tuple[int, ...]) -> tuple[ArraySpec, Convert]:
@@ -190,21 +198,25 @@ def _image_reader(name: str, shape: tuple[int, ...]) -> tuple[ArraySpec, Convert
     target = (stack * frame[0], *frame[1:])
 
     def convert(value: Any) -> np.ndarray:
-        image = np.asarray(value)
+        image = whole_array(name, shaped_array(name, value, shape), np.uint8)
+        image = image.reshape(shape)
         image = np.moveaxis(image, -1, -3) if last else image
         return np.ascontiguousarray(image).reshape(target)
 
     return ArraySpec(target, "uint8"), convert
 
 
-def _one_hot_reader(counts: np.ndarray, starts: np.ndarray) -> tuple[ArraySpec, Convert]:
+def _one_hot_reader(name: str, counts: np.ndarray, starts: np.ndarray) -> tuple[ArraySpec, Convert]:
     # Position of each choice's first column, less its own start, so that adding the value gives the column.
     columns = np.concatenate([[0], np.cumsum(counts)[:-1]]) - starts
     width = int(counts.sum())
 
     def convert(value: Any) -> np.ndarray:
+        choices = np.asarray(value).reshape(-1)
+        if choices.shape != columns.shape:
+            raise UnusableRow(f"observation '{name}' has {choices.size} whole numbers, not {columns.size}")
         vector = np.zeros(width, np.float32)
-        vector[columns + np.asarray(value).reshape(-1)] = 1.0
+        vector[columns + choices] = 1.0
         return vector
 
     return ArraySpec((width,), "float32"), convert

@@ -24,6 +24,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.row_checks import finite_number
 from rl_lab.environments.spec import observation_space
 from rl_lab.errors import ConfigError, closest
 from rl_lab.records import ArraySpec
@@ -139,9 +140,10 @@ class RewardTransform(gymnasium.Wrapper):
 
     def step(self, action: Any) -> StepResult:
         obs, reward, terminated, truncated, info = self.env.step(action)
+        number = finite_number("reward", reward)  # before a bound makes a number of infinity
         # The innermost of several such wrappers is the one that saw the environment's own reward.
-        info = {"log/raw_return": float(reward), **info}
-        return obs, self._function(float(reward)), terminated, truncated, info
+        info = {"log/raw_return": number, **info}
+        return obs, self._function(number), terminated, truncated, info
 
 
 def add_wrappers(env: gymnasium.Env, wrappers: Mapping[str, Any]) -> gymnasium.Env:

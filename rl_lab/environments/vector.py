@@ -4,8 +4,9 @@ Autoreset is Gymnasium's NextStep: the step after an episode's end ignores its a
 0 and no flags. The results do not depend on the number of workers: every episode is reset with a seed made of
 the run's seed, the environment's index and the episode's number.
 
-An environment that fails (it raised, its process died or does not answer) is made again. Its open episode ends with a
-row of its own: the last observation once more, reward 0, truncated; the step after it is the reset, as after any end.
+An environment that fails (it raised, gave a row that cannot be used, its process died or does not answer) is made again.
+Its open episode ends with a row of its own: the last observation once more, reward 0, truncated; the step after it is the
+reset, as after any end.
 """
 
 from __future__ import annotations

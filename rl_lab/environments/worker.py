@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from rl_lab.environments.row_checks import ObservationCheck, UnusableRow, finite_number, flag
 from rl_lab.environments.shared import StepArrays
-from rl_lab.environments.wrappers import LOG_PREFIX
+from rl_lab.environments.wrappers import add_log
+from rl_lab.errors import one_line
 from rl_lab.records import Spec
 from rl_lab.utils.seeding import derive_seed
 
@@ -47,21 +50,23 @@ class EnvironmentFailure(Exception):
 class Slot:
     """One environment and what is summed of its episode."""
 
-    __slots__ = ("env", "game", "index", "log")
+    __slots__ = ("env", "game", "index", "log", "steps")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.env: gymnasium.Env | None = None  # None: failed, or not made yet; it is made when it next begins
         self.game: Any = None  # the innermost environment, where it has `reset_continues`
         self.log: dict[str, float] = {}
+        self.steps = 0  # calls of `step` in this episode
 
 
 class EnvRunner:
     """Steps some of the N environments, reading actions from and writing results to `StepArrays`.
 
     Every answer is a dict: `log` (index -> sums of `log/` infos of the episode that just ended), `faults` (index ->
-    traceback of one that raised and is gone; its row is not written), `env` (index -> info, when all are asked for), or
-    what the command is for.
+    traceback of one that raised and is gone; its row is not written), `unusable` (index -> what is wrong with the row of
+    one that is gone for it; it is not written either), `env` (index -> info, when all are asked for), or what the command
+    is for. Raising means any exception: `sys.exit()` ends an environment, not the trainer. Ctrl-C alone is passed on.
 
     lazy: make each environment when it first begins, so that one that cannot be made is a fault like any other
     """
@@ -81,6 +86,7 @@ class EnvRunner:
         self.all_infos = all_infos
         self.render_frames = render
         self.slots = [Slot(index) for index in indices]
+        self._checked = ObservationCheck(arrays.obs)
         for slot in () if lazy else self.slots:
             with _naming(slot.index):
                 self._make(slot)
@@ -95,8 +101,8 @@ class EnvRunner:
             if slot.index in envs:
                 try:
                     self._begin(slot, self.arrays.obs, options, reply)
-                except Exception:
-                    self._fail(slot, reply)
+                except BaseException as error:
+                    self._fail(slot, error, reply)
                 self.arrays.ticks[slot.index] += 1
         return reply
 
@@ -113,8 +119,8 @@ class EnvRunner:
                         self._begin(slot, obs, None, reply)
                 else:
                     self._step(slot, obs, arrays.action[index], reply)
-            except Exception:
-                self._fail(slot, reply)
+            except BaseException as error:
+                self._fail(slot, error, reply)
             arrays.ticks[index] += 1
         return reply
 
@@ -130,8 +136,8 @@ class EnvRunner:
             try:
                 if not self._replay(slot, histories[slot.index]):
                     failed.append(slot.index)
-            except Exception:
-                self._fail(slot, {})
+            except BaseException as error:
+                self._fail(slot, error, {})
                 failed.append(slot.index)
         return {"failed": failed}
 
@@ -144,9 +150,16 @@ class EnvRunner:
             return {"frame": np.asarray(slot.env.render())}
 
     def close(self) -> None:
+        """Close every environment; what one raises then is a warning, for nothing is asked of it any more."""
         for slot in self.slots:
             if slot.env is not None:
-                slot.env.close()
+                try:
+                    slot.env.close()
+                except BaseException as error:
+                    _unless_interrupted(error)
+                    warnings.warn(
+                        f"environment {slot.index} raised {one_line(error)} when it was closed", stacklevel=2
+                    )
 
     def _make(self, slot: Slot) -> gymnasium.Env:
         slot.env = self.factory(self.render_frames and slot.index == 0)
@@ -164,12 +177,13 @@ class EnvRunner:
         self, slot: Slot, obs_arrays: dict[str, np.ndarray], options: dict[str, Any] | None, reply: Reply
     ) -> None:
         arrays, index = self.arrays, slot.index
+        slot.steps = 0
         env = slot.env or self._make(slot)
         if slot.game is not None and slot.game.reset_continues and not arrays.goes_on[index]:
             options = {**(options or {}), "restart": True}
         obs, info = env.reset(seed=int(arrays.seed[index]), options=options)
-        for name, array in obs_arrays.items():
-            array[index] = obs[name]
+        for array, value in zip(obs_arrays.values(), self._checked(obs)):
+            array[index] = value
         arrays.reward[index] = 0.0
         arrays.terminated[index] = False
         arrays.truncated[index] = False
@@ -180,13 +194,14 @@ class EnvRunner:
 
     def _step(self, slot: Slot, obs_arrays: dict[str, np.ndarray], action: Any, reply: Reply) -> None:
         arrays, index = self.arrays, slot.index
+        slot.steps += 1
         obs, reward, terminated, truncated, info = self._open(slot).step(action)
-        for name, array in obs_arrays.items():
-            array[index] = obs[name]
+        values, reward = self._checked(obs), finite_number("reward", reward)
+        terminated, truncated = flag("terminated", terminated), flag("truncated", truncated)
+        add_log(slot.log, info)
+        for array, value in zip(obs_arrays.values(), values):
+            array[index] = value
         arrays.reward[index] = reward
-        for key, value in info.items():
-            if key.startswith(LOG_PREFIX):
-                slot.log[key] = slot.log.get(key, 0.0) + float(value)
         if terminated or truncated:
             arrays.terminated[index] = terminated
             arrays.truncated[index] = truncated
@@ -214,13 +229,26 @@ class EnvRunner:
         return True
 
     @staticmethod
-    def _fail(slot: Slot, reply: Reply) -> None:
+    def _fail(slot: Slot, error: BaseException, reply: Reply) -> None:
         """Inside `except`: give the environment up and report why."""
-        reply.setdefault("faults", {})[slot.index] = traceback.format_exc()
+        _unless_interrupted(error)
+        if isinstance(error, UnusableRow):
+            when = f"at step {slot.steps} of the episode" if slot.steps else "at the reset of the episode"
+            reply.setdefault("unusable", {})[slot.index] = f"{error} {when}"
+        else:
+            reply.setdefault("faults", {})[slot.index] = traceback.format_exc()
         env, slot.env = slot.env, None
         if env is not None:
-            with contextlib.suppress(Exception):
+            try:
                 env.close()
+            except BaseException as again:  # it has failed already
+                _unless_interrupted(again)
+
+
+def _unless_interrupted(error: BaseException) -> None:
+    """Ctrl-C in the middle of an environment's code is meant for the trainer."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
 
 
 @contextlib.contextmanager
@@ -228,7 +256,8 @@ def _naming(index: int) -> Iterator[None]:
     """Whatever an environment raises inside becomes an `EnvironmentFailure`."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        _unless_interrupted(error)
         raise EnvironmentFailure(index, traceback.format_exc()) from error
 
 
@@ -238,8 +267,9 @@ def worker_main(
     """Body of a worker process: build, answer commands, leave when the trainer closes the pipe or dies."""
     # Ctrl-C and a terminated process group reach every process; the trainer decides when to stop, and a worker
     # that left earlier would take the open episode with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+        if hasattr(signal, name):  # the last two are not on every system
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     os.environ.update(environ)  # the fork server keeps the variables of the moment it was started
     runner: EnvRunner | None = None
 
@@ -269,5 +299,6 @@ def _answer(function: Callable[..., Reply], *args: Any) -> bytes:
         return pickle.dumps(reply) if reply else DONE
     except EnvironmentFailure as failure:
         return pickle.dumps({"error": (failure.index, failure.text)})
-    except Exception:
+    except BaseException as error:
+        _unless_interrupted(error)
         return pickle.dumps({"error": (-1, traceback.format_exc())})

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.row_checks import UnusableRow, finite_number
 from rl_lab.environments.spec import action_mapping, action_space, observation_leaves, observation_space
-from rl_lab.errors import ConfigError
+from rl_lab.errors import ConfigError, one_line
 from rl_lab.records import ArraySpec
 
 LOG_PREFIX = "log/"  # step infos under such keys are numbers, summed over the episode
 StepResult = tuple[Any, Any, bool, bool, dict[str, Any]]
+
+
+def add_log(log: dict[str, float], info: Mapping[str, Any]) -> None:
+    """Add a step's `log/` infos to the sums of an episode. One that is not finite would make the sum so, and is left out."""
+    for key, value in info.items():
+        if key.startswith(LOG_PREFIX):
+            number = float(value)
+            if math.isfinite(number):
+                log[key] = log.get(key, 0.0) + number
 
 
 class ActionRepeat(gymnasium.Wrapper):
@@ -29,10 +40,8 @@ class ActionRepeat(gymnasium.Wrapper):
         log: dict[str, float] = {}
         for _ in range(self.action_repeat):
             obs, reward, terminated, truncated, info = self.env.step(action)
-            total += float(reward)
-            for key, value in info.items():
-                if key.startswith(LOG_PREFIX):
-                    log[key] = log.get(key, 0.0) + float(value)
+            total += finite_number("reward", reward)
+            add_log(log, info)
             if terminated or truncated:
                 break
         return obs, total, terminated, truncated, {**info, **log}
@@ -115,9 +124,14 @@ class DictObservation(gymnasium.ObservationWrapper):
         result = {}
         for name, path, convert in self._readers:
             value = observation
-            for key in path:
-                value = value[key]
-            result[name] = convert(value)
+            try:
+                for key in path:
+                    value = value[key]
+                result[name] = convert(value)
+            except UnusableRow:
+                raise
+            except Exception as error:  # a missing key, lists of different lengths, a choice that is none
+                raise UnusableRow(f"observation '{name}' cannot be read ({one_line(error)})") from error
         return result
 
 

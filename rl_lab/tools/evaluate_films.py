@@ -6,6 +6,7 @@ notes the actions; an episode is begun again with its own seed, given the same a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +100,12 @@ def play_again(factory: Callable[[bool], gymnasium.Env], name: str, take: Take, 
         fps = float(env.metadata.get("render_fps") or 30)
     except LabError:
         raise
-    except Exception as error:  # whatever an environment or its renderer does
+    except (Exception, SystemExit) as error:  # whatever an environment or its renderer does
         raise LabError(f"{name} failed when it was played again: {one_line(error)}") from error
     finally:
         if env is not None:
-            env.close()
+            with contextlib.suppress(Exception, SystemExit):  # the film is there, or why it is not
+                env.close()
     return Film(np.stack(frames), total, len(frames) == len(take.actions) + 1, fps)
 
 
@@ -119,7 +121,7 @@ class _Camera:
         if self._renders:
             try:
                 frame = np.asarray(env.render())
-            except Exception:  # no package, no screen
+            except (Exception, SystemExit):  # no package, no screen
                 frame = np.zeros(())
             if frame.ndim == 3 and frame.dtype == np.uint8:
                 return _reduced(frame)

@@ -122,8 +122,8 @@ class Process(Base):
         self.observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
 
     def observe(self):
-        os.kill(os.getpid(), signal.SIGINT)  # a worker ignores it
-        os.kill(os.getpid(), signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(os.getpid(), number)  # a worker ignores it
         threads = float(os.environ.get("OMP_NUM_THREADS", "0"))
         return np.array(
             [os.getpid(), "torch" in sys.modules, threads, float(os.environ.get("TOLD", 0))], np.float32
@@ -201,8 +201,11 @@ class NeverAgain(Fails):
         return super().reset(seed=seed)
 
 
-def chance_of_failure(render_mode=None, raises=0.02, dies=0.0):
-    """CartPole that fails by chance, decided by the episode's seed and so repeatable."""
+def chance_of_failure(render_mode=None, raises=0.02, dies=0.0, spoils=0.0, exits=0.0):
+    """CartPole that fails by chance, decided by the episode's seed and so repeatable.
+
+    spoils: half of them give NaN in the observation, the others an infinite reward
+    """
     env = gymnasium.make("CartPole-v1").unwrapped
     original = env.step
 
@@ -212,7 +215,126 @@ def chance_of_failure(render_mode=None, raises=0.02, dies=0.0):
             raise ValueError("the wheel came off")
         if draw < raises + dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(action)
+        if 0 < draw - raises - dies < exits:
+            sys.exit(0)
+        obs, reward, *rest = original(action)
+        if draw > 1 - spoils:
+            if draw > 1 - spoils / 2:
+                obs[1] = np.nan
+            else:
+                reward = float("inf")
+        return (obs, reward, *rest)
 
     env.step = step
     return env
+
+
+class Spoils(Base):
+    """Shows a position and a camera, and gives or does what `TROUBLES` has at the action's place. Ends after 9 steps.
+
+    bad_reset: what the resets give instead of the position, from the second one on, where the seed is even
+    """
+
+    TROUBLES = (
+        "fine",
+        "position nan",
+        "position infinite",
+        "position overflow",
+        "position object",
+        "position text",
+        "position complex",
+        "position turned",
+        "position ragged",
+        "position missing",
+        "camera 300",
+        "camera nan",
+        "reward nan",
+        "reward infinite",
+        "reward overflow",
+        "reward None",
+        "reward text",
+        "reward object",
+        "terminated text",
+        "exit",
+        "log nan",
+    )
+    POSITIONS = {  # noqa: RUF012
+        "nan": np.array([[0, np.nan], [0, 0], [0, 0]]),
+        "infinite": np.array([[0, 0], [-np.inf, 0], [0, np.inf]]),
+        "overflow": np.full((3, 2), 1e300),
+        "object": np.full((3, 2), None),
+        "text": np.full((3, 2), "1"),
+        "complex": np.full((3, 2), 1j),
+        "turned": np.zeros((2, 3)),
+        "ragged": [[0.0], [0.0, 1.0], [0.0, 1.0]],
+    }
+    REWARDS = {  # noqa: RUF012
+        "nan": float("nan"),
+        "infinite": -float("inf"),
+        "overflow": 1e300,
+        "None": None,
+        "text": "1",
+        "object": np.array(None),
+    }
+
+    def __init__(self, render_mode=None, bad_reset=""):
+        super().__init__(render_mode)
+        self.observation_space = spaces.Dict(
+            {
+                "position": spaces.Box(-np.inf, np.inf, (3, 2), np.float64),
+                "camera": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+            }
+        )
+        self.action_space = spaces.Discrete(len(self.TROUBLES))
+        self.bad_reset = bad_reset
+        self.begun = False
+
+    def observe(self):
+        return {"position": np.full((3, 2), float(self.count)), "camera": np.full((4, 4, 3), 7, np.uint8)}
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        if self.bad_reset and self.begun and seed % 2 == 0:
+            obs["position"] = self.POSITIONS[self.bad_reset]
+        self.begun = True
+        return obs, info
+
+    def step(self, action):
+        obs, reward, terminated, _, info = super().step(action)
+        what, _, how = self.TROUBLES[action].partition(" ")
+        info = {"log/good": 2.0, "log/odd": float("nan") if what == "log" else 1.0}
+        if what == "exit":
+            sys.exit(0)
+        elif what == "reward":
+            reward = self.REWARDS[how]
+        elif what == "terminated":
+            terminated = "no"
+        elif how == "missing":
+            del obs["position"]
+        elif what == "position":
+            obs["position"] = self.POSITIONS[how]
+        elif what == "camera":
+            obs["camera"] = np.full((4, 4, 3), 300 if how == "300" else np.nan)
+        return obs, reward, terminated, self.count >= 9, info
+
+
+class Exits(Base):
+    """Calls sys.exit() in the method `where`; in the constructor not the first time."""
+
+    made = 0
+
+    def __init__(self, render_mode=None, where="close"):
+        type(self).made += 1
+        super().__init__(render_mode)
+        self.where = where
+        if where == "make" and type(self).made > 1:
+            sys.exit(3)
+
+    def render(self):
+        if self.where == "render":
+            sys.exit()
+        return np.zeros((4, 4, 3), np.uint8)
+
+    def close(self):
+        if self.where == "close" and self.count:
+            sys.exit(1)

@@ -14,6 +14,7 @@ from rl_lab.environments.faults import FaultLog, RestartLimit
 from rl_lab.errors import ConfigError, EnvironmentFaultError, LabError
 
 NOTHING, RAISE, DIE, HANG, HALF = range(5)
+TOO_SHORT = "observation 'draw' has shape (2,), not (3,) at step 4 of the episode"
 
 
 def fails(workers, num_envs=3, **options):
@@ -44,8 +45,8 @@ def same(one, two, envs=slice(None)):
     [
         (0, RAISE, [1], "environment 1 raised ValueError: the wheel came off"),
         (2, RAISE, [1], "environment 1 raised ValueError: the wheel came off"),
-        (0, HALF, [1], "environment 1 raised ValueError"),
-        (2, HALF, [1], "environment 1 raised ValueError"),
+        (0, HALF, [1], f"environment 1 gave an unusable row: {TOO_SHORT}"),
+        (2, HALF, [1], f"environment 1 gave an unusable row: {TOO_SHORT}"),
         (2, DIE, [0, 1], "the worker of environments 0 to 1 was killed by SIGKILL"),
         (3, DIE, [1], "environment 1 was killed by SIGKILL"),
         (2, HANG, [0, 1], "the worker of environments 0 to 1 gave no answer for 0.3 s"),

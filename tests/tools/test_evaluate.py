@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,18 @@ def test_long_episodes_are_cut_and_failures_are_said(monkeypatch):
     assert len(film.frames) == MOST_FRAMES and not film.whole
     with pytest.raises(LabError, match="failed when it was played again"):
         play_again(env_factory("dummy/discrete"), "dummy", Take(0, 0, np.array([["x"]])), seed=1)
+
+
+def test_sys_exit_in_a_film_ends_the_film_only(monkeypatch):
+    from rl_lab.environments import dummy
+
+    monkeypatch.setattr(dummy.CueEnv, "render", lambda self: sys.exit(0))
+    monkeypatch.setattr(dummy.CueEnv, "close", lambda self: sys.exit(0), raising=False)
+    seen = play_again(env_factory("dummy/dict"), "dummy/dict", Take(0, 0, np.array([[0, 0]])), seed=1)
+    assert seen.frames.shape == (2, 16, 16, 3)
+    monkeypatch.setattr(dummy.CueEnv, "step", lambda self, action: sys.exit(0))
+    with pytest.raises(LabError, match="dummy/dict failed when it was played again: SystemExit: 0"):
+        play_again(env_factory("dummy/dict"), "dummy/dict", Take(0, 0, np.array([[0, 0]])), seed=1)
 
 
 def test_actions_are_noted_by_episode():
