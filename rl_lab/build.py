@@ -118,6 +118,10 @@ def build_optimizers(
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     optimizers = {}
     for name, node in config.optimizers.items():
+        if not OmegaConf.is_dict(node):
+            raise ConfigError(
+                f"optimizers.{name} is {node!r}: it must be a mapping that names a class by _target_"
+            )
         names = node.get("modules")
         if names is None:
             groups = {"world_model": list(components), "controller": controllers.names()}
@@ -194,6 +198,7 @@ def assemble_workflow(
         components=components,
         controller_manager=controllers,
         optimizers=build_optimizers(config, components, controllers) if optimizers else {},
+        trains=optimizers,
     )
     workflow = build_workflow(config)
     workflow.attach(context)
@@ -255,6 +260,7 @@ def build_run(
         experiment_logger=logger,
         initial_observation=first_observation,
         initial_dones=environment.last_dones,
+        trains=True,
     )
     workflow.attach(context)
     workflow.initialize(context)

@@ -11,7 +11,7 @@ import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from rl_lab.errors import LabError, closest, unexpected
 
@@ -61,12 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
+        if isinstance(error, BrokenPipeError) and _nobody_reads(sys.stdout):
             return 0
         if debug:
             raise
         print(f"error: {_out_of_memory(error) or unexpected(error)}", file=sys.stderr)
         return 1
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if _nobody_reads(stream):
+                # What is still in the buffer would fail once more when the interpreter ends, with a status of its own.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _current_folder_last() -> None:
@@ -123,18 +128,14 @@ def _write_by_lines() -> None:
         sys.stdout.reconfigure(line_buffering=True)
 
 
-def _nobody_reads() -> bool:
-    """Whether the reader of our output has left (`rl-lab list | head -1`); any other pipe that broke is an error."""
+def _nobody_reads(stream: TextIO) -> bool:
+    """Whether the reader of an output has left (`rl-lab list | head -1`), or its terminal is gone."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # it reports errors unasked
+        poll.register(stream.fileno(), 0)  # it reports errors unasked
     except (AttributeError, OSError, ValueError):  # a system without poll, an output without a file
         return False
-    if not poll.poll(0):
-        return False
-    # What is still in the buffer would fail once more when the interpreter ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+    return bool(poll.poll(0))
 
 
 def _out_of_memory(error: Exception) -> str:

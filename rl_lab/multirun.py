@@ -67,7 +67,8 @@ def _job(config: DictConfig) -> float | None:
         config.logging.progress = "plain"  # live displays would overwrite each other
 
     def say(message: str) -> None:
-        print(f"#{job.job.num} {message}" if side_by_side else message, flush=True)
+        with contextlib.suppress(OSError):  # a terminal that is gone must not end the sweep
+            print(f"#{job.job.num} {message}" if side_by_side else message, flush=True)
 
     say(f"run {job.job.num}: {' '.join(job.overrides.task)}")
     try:

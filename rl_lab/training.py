@@ -133,7 +133,7 @@ def _resume_changed(
 
 def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
     """Build, restore what there is, run, and say where everything lies. The caller holds the lock."""
-    say = _undisturbed(say)
+    say = undisturbed(say)
     keep = config.training.checkpoint
     checkpoints = CheckpointManager(
         folder.checkpoints,
@@ -193,8 +193,8 @@ def _writing(folder: RunFolder) -> Iterator[None]:
         raise LabError(f"the run folder {folder.path} cannot be written: {error}") from error
 
 
-def _undisturbed(say: Callable[[str], None]) -> Callable[[str], None]:
-    """A closed pipe, or a log file on a full disk, must not end the run."""
+def undisturbed(say: Callable[[str], None]) -> Callable[[str], None]:
+    """A closed pipe, a terminal that is gone, or a log file on a full disk must not end the run."""
 
     def speak(text: str) -> None:
         with contextlib.suppress(OSError):

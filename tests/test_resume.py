@@ -1,15 +1,18 @@
-"""Stopped and resumed equals never stopped, bit for bit: by request, by SIGTERM and by kill -9."""
+"""Stopped and resumed equals never stopped, bit for bit: by request, by signals and by kill -9."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from same_run import assert_same_run, stopped_at
@@ -51,11 +54,10 @@ def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
     assert_same_run(tmp_path / "whole", tmp_path / "half")
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen:
+def start(folder: Path, *words: str, **options: Any) -> subprocess.Popen:
     command = [sys.executable, "-m", "rl_lab", "train", "+experiment=dreamer_cartpole", "debug=tiny", *QUIET]
-    return subprocess.Popen(
-        [*command, f"run_dir={folder}", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | options
+    return subprocess.Popen([*command, f"run_dir={folder}", *words], **options)
 
 
 def test_sigterm_saves_exits_zero_and_prints_the_resume_command(tmp_path: Path):
@@ -67,6 +69,49 @@ def test_sigterm_saves_exits_zero_and_prints_the_resume_command(tmp_path: Path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert f"resume {tmp_path / 'run'}" in output
+
+
+def is_saved(run: Path) -> bool:
+    """Wait for the first checkpoint."""
+    deadline = time.monotonic() + 60
+    while last_saved(run) < 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return last_saved(run) >= 0
+
+
+def take_terminal() -> None:
+    """In the child: a session of its own, whose terminal is stdin."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_a_closed_terminal_and_sigusr1_save_and_the_runs_go_on(tmp_path: Path):
+    """SIGHUP comes as a closed ssh sends it, SIGUSR1 as SLURM does: to all processes, environments included."""
+    hung, warned = tmp_path / "hung", tmp_path / "warned"
+    words = (
+        "training.total_timesteps=100000",
+        "training.checkpoint.every_env_steps=20",
+        "environment.workers=1",
+    )
+    ours, theirs = os.openpty()
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": take_terminal}
+    processes = [start(hung, *words, **terminal), start(warned, *words, start_new_session=True)]
+    os.close(theirs)
+    assert is_saved(hung)
+    os.close(ours)
+    assert is_saved(warned)
+    os.killpg(processes[1].pid, signal.SIGUSR1)
+    output, _ = processes[1].communicate(timeout=60)
+    assert processes[1].returncode == 0, output
+    assert "SIGUSR1: finishing" in output and f"resume {warned}" in output
+    assert processes[0].wait(60) == 0, "what it prints goes nowhere, which must not be an error"
+
+    for run in (hung, warned):
+        lines: list[str] = []
+        saved = last_saved(run)
+        resume(run, [f"training.total_timesteps={saved + 8}", "environment.workers=0"], say=lines.append)
+        assert any(f"resumed at step {saved}" in line for line in lines)
+        assert last_saved(run) >= saved + 8
 
 
 KILLS = int(os.environ.get("RL_LAB_KILLS", "3"))

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: a request to stop, answered at once in words and obeyed when the action under way is done."""
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: a request to stop.
+
+It is answered at once in words, and obeyed when the action under way is done.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+# A terminal that closes sends SIGHUP; SLURM warns by SIGUSR1 where it is asked to. Not every system has them.
+IF_DEFAULT = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGUSR1") if hasattr(signal, name))
+
 
 @contextmanager
 def stop_on_signals(request: Callable[[], None]) -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT call `request`; a second SIGINT stops at once.
+    """Inside, SIGTERM, SIGINT, SIGHUP and SIGUSR1 call `request`; a second SIGINT stops at once.
+
+    SIGHUP and SIGUSR1 only where they would end the process: one that is ignored (`nohup`), or that the program around
+    us handles, stays as it is.
 
     It is said at once, since the action may be an evaluation of minutes, and since a run that dies of something else
     meanwhile must not look as if nobody had asked it to stop.
@@ -27,8 +36,9 @@ def stop_on_signals(request: Callable[[], None]) -> Iterator[None]:
         asked = True
         request()
 
+    free = [number for number in IF_DEFAULT if signal.getsignal(number) is signal.SIG_DFL]
     try:
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, *free)}
     except ValueError:  # not the main thread: whoever runs us handles signals
         yield
         return

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rl_lab.errors import LabError
+from rl_lab.run_folder import RunFolder
 from rl_lab.tools.report_figures import draw_learning_curve
 from rl_lab.tools.report_page import Page, Section, write_page
-from rl_lab.tools.report_runs import RunData, find_runs, load_runs, summarize
+from rl_lab.tools.report_runs import RunData, find_runs, load_readable, why_not
 from rl_lab.tools.report_sections import (
     config_section,
     facts,
     headline,
+    left_out_section,
     media,
     metric_sections,
     published_section,
@@ -105,20 +109,68 @@ def write_report(
     keys: Sequence[str] | None = None,
     output_root: str | None = None,
     by: str = "config",
+    say: Callable[[str], None] | None = None,  # about runs that cannot be drawn; None: on stderr
 ) -> list[Path]:
     """Write pictures and page; returns their paths, the page first and the learning curve second."""
-    loaded = load_runs(find_runs(runs, output_root), by)
-    single = loaded[0].folder if len(loaded) == 1 else None
-    folder = Path(out) if out is not None else (single.report if single else Path("report"))
-    folder.mkdir(parents=True, exist_ok=True)
-    page = build_page(loaded, folder, keys)
+    found = find_runs(runs, output_root)
+    folder = Path(out) if out is not None else (found[0].report if len(found) == 1 else Path("report"))
+    page, left_out = page_of_runs(found, folder, by, keys)
+    for sentence in left_out:
+        (say or _complain)(f"left out: {sentence}")
     index = write_page(page, folder / "index.html")
     return [index, *(plot for section in page.sections for plot in section.plots)]
 
 
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def page_of_runs(
+    folders: Sequence[RunFolder], folder: Path, by: str = "config", keys: Sequence[str] | None = None
+) -> tuple[Page, list[str]]:
+    """The page over all runs that can be drawn, and one sentence about each of the others, which the page has too.
+
+    LabError if there is no other run.
+    """
+    runs, left_out = load_readable(folders, by)
+    page = None
+    if runs:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            page = build_page(runs, folder, keys)
+        except LabError:  # about --keys, not about a run
+            raise
+        except Exception:
+            drawable, bad = _try_each(runs)
+            if not bad:
+                raise
+            left_out |= bad
+            runs, _ = load_readable(drawable, by)
+            page = build_page(runs, folder, keys) if runs else None
+    if page is None:
+        sentence, cause = next(iter(left_out.items()))
+        more = f"; {len(left_out) - 1} more runs cannot be drawn either" if len(left_out) > 1 else ""
+        raise LabError(sentence + more) from cause
+    page.sections[:0] = left_out_section(list(left_out))
+    return page, list(left_out)
+
+
+def _try_each(runs: Sequence[RunData]) -> tuple[list[RunFolder], dict[str, Exception]]:
+    """Draw every run on its own: those that can be drawn, and of each other one a sentence and what it comes from."""
+    drawable, bad = [], {}
+    with tempfile.TemporaryDirectory(prefix="rl_lab_report_") as scratch:
+        for run in runs:
+            try:
+                build_page([run], Path(scratch))
+                drawable.append(run.folder)
+            except Exception as error:
+                bad[why_not(run.folder, error)] = error
+    return drawable, bad
+
+
 def build_page(runs: Sequence[RunData], folder: Path, keys: Sequence[str] | None = None) -> Page:
     """Draw every picture into `folder` and lay out the page."""
-    summaries = [summarize(run) for run in runs]
+    summaries = [run.summary for run in runs]
     page = Page(
         title=title(runs), subtitle=subtitle(runs), facts=facts(summaries[0]) if len(runs) == 1 else ()
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+from rl_lab.errors import one_line
+
 LARGEST_EMBEDDED = 2_000_000  # bytes of one file; larger ones are linked
 ALL_EMBEDDED = 24_000_000  # bytes of all media of a page; what comes later is linked
 _TYPES = {
@@ -104,7 +106,7 @@ def write_page(page: Page, path: Path) -> Path:
     """Write the page; links to media that are too large to embed are relative to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(render_page(page, path.parent), encoding="utf-8")
+    temporary.write_text(render_page(page, path.parent), encoding="utf-8", errors="replace")
     temporary.replace(path)
     return path
 
@@ -196,11 +198,16 @@ class _Media:
         if size >= LARGEST_EMBEDDED or size > self._room:
             address = html.escape(self._link(file))
             return f'<figure><a href="{address}">{_text(file.name)}</a> ({size / 1e6:.1f} MB){words}</figure>'
+        is_video = _TYPES[file.suffix.lower()].startswith("video/")
+        try:
+            source = _embed(file)
+            crisp = ' class="small"' if not is_video and _is_small(file) else ""
+        except Exception as error:  # a file that Pillow cannot read must not cost the page
+            why = _text(f"{file} cannot be shown: {one_line(error)}")
+            return f"<figure><p class='soft'>{why}</p>{words}</figure>"
         self._room -= size
-        source = _embed(file)
-        if _TYPES[file.suffix.lower()].startswith("video/"):
+        if is_video:
             return f'<figure><video src="{source}" controls loop muted playsinline></video>{words}</figure>'
-        crisp = ' class="small"' if _is_small(file) else ""
         return f'<figure><img{crisp} alt="" src="{source}">{words}</figure>'
 
 

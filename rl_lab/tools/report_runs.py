@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rl_lab.errors import CheckpointError, LabError
+from rl_lab.errors import CheckpointError, LabError, one_line
 from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.tools.curves import Metrics
 from rl_lab.tools.published import Task
@@ -55,6 +59,10 @@ class RunData:
     def workflow(self) -> str:
         target = str(self.config.get("workflow._target_", "")).rpartition(".")[2]
         return target.removesuffix("Workflow") or self.name
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summarize(self)
 
 
 @dataclass
@@ -104,8 +112,15 @@ def _newest(root: Path) -> list[RunFolder]:
 
 def runs_below(path: Path) -> list[RunFolder]:
     """Runs up to four folders down: a day, a sweep, a folder of sweeps, all outputs."""
-    files = [file for depth in range(1, 5) for file in path.glob("*/" * depth + "config.yaml")]
-    return [RunFolder(file.parent) for file in sorted(files) if not file.parent.name.startswith(".")]
+    files = []
+    # Unlike glob, os.walk passes over a folder that is deleted meanwhile.
+    for place, folders, _ in os.walk(path, followlinks=True):
+        if len(Path(place).relative_to(path).parts) == 4:
+            folders.clear()
+        file = Path(place, "config.yaml")
+        if Path(place) != path and file.is_file() and not file.parent.name.startswith("."):
+            files.append(file)
+    return [RunFolder(file.parent) for file in sorted(files)]
 
 
 def load_runs(folders: Sequence[RunFolder], by: str = "config") -> list[RunData]:
@@ -114,7 +129,34 @@ def load_runs(folders: Sequence[RunFolder], by: str = "config") -> list[RunData]
     by: what makes two runs of one task the same thing but for the seed: "config" (everything they were configured
     with), "experiment" (its name) or "workflow".
     """
-    runs = [RunData(folder, _read_config(folder), Metrics.read(folder.metrics)) for folder in folders]
+    return _group([_read_run(folder) for folder in folders], by)
+
+
+def load_readable(
+    folders: Sequence[RunFolder], by: str = "config"
+) -> tuple[list[RunData], dict[str, Exception]]:
+    """The runs that can be read, as `load_runs` gives them; of each other one a sentence, and what it comes from."""
+    runs, left_out = [], {}
+    for folder in folders:
+        try:
+            run = _read_run(folder)
+            _ = run.summary, run.task  # read here, where the run that is at fault is known
+            runs.append(run)
+        except Exception as error:
+            left_out[why_not(folder, error)] = error
+    return _group(runs, by), left_out
+
+
+def why_not(folder: RunFolder, error: Exception) -> str:
+    """One sentence about a run that cannot be drawn, which starts with the path."""
+    return str(error) if isinstance(error, LabError) else f"{folder.path} cannot be drawn: {one_line(error)}"
+
+
+def _read_run(folder: RunFolder) -> RunData:
+    return RunData(folder, _read_config(folder), Metrics.read(folder.metrics))
+
+
+def _group(runs: list[RunData], by: str) -> list[RunData]:
     if by == "config":
         _group_by_config(runs)
     else:
@@ -155,7 +197,7 @@ def _read_config(folder: RunFolder) -> dict[str, Any]:
     try:
         plain = yaml.safe_load(folder.config_file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LabError(f"{folder.config_file} cannot be read as YAML: {error}") from error
+        raise LabError(f"{folder.config_file} cannot be read as YAML: {one_line(error)}") from error
     if not isinstance(plain, dict):
         raise LabError(f"{folder.config_file} holds no config")
     return flatten(plain)
@@ -215,6 +257,10 @@ def summarize(run: RunData) -> Summary:
         covered = metrics.curve("step")
         speed = float(covered.x[-1] - covered.x[0]) / seconds
     total = run.config.get("training.total_timesteps")
+    if isinstance(total, float) and not math.isfinite(total):
+        raise LabError(
+            f"{run.folder.config_file} has training.total_timesteps: {total}, which is no number of steps"
+        )
     return Summary(
         steps=steps,
         total_steps=int(total) if isinstance(total, int | float) else None,
@@ -243,14 +289,14 @@ def _checkpoints(folder: RunFolder) -> list[str]:
                 / 1e6
             )
             lines.append(f"{file.stem}: step {manifest['step']:,}, {manifest['kind']}, {size:,.1f} MB")
-        except (CheckpointError, KeyError, TypeError, AttributeError) as error:
+        except (CheckpointError, KeyError, TypeError, AttributeError, ValueError) as error:
             lines.append(f"{file.stem}: {error}")
     return lines
 
 
 def _code(folder: RunFolder) -> str:
     try:
-        text = (folder.path / "code.txt").read_text()
+        text = (folder.path / "code.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     first, _, rest = text.partition("\n")
@@ -260,8 +306,22 @@ def _code(folder: RunFolder) -> str:
 def newest_media(run: RunData, limit: int) -> list[Path]:
     """Videos and pictures of a run, newest first."""
     files = [
-        file
-        for file in run.folder.media.rglob("*")
-        if file.suffix.lower() in MEDIA_SUFFIXES and file.is_file()
+        (changed, file)
+        for file, changed in files_below(run.folder.media)
+        if file.suffix.lower() in MEDIA_SUFFIXES
     ]
-    return sorted(files, key=lambda file: (file.stat().st_mtime, file.name), reverse=True)[:limit]
+    files.sort(key=lambda pair: (pair[0], pair[1].name), reverse=True)
+    return [file for _, file in files[:limit]]
+
+
+def files_below(folder: Path) -> Iterator[tuple[Path, float]]:
+    """Every file with its time of change, without those that are deleted meanwhile and links that lead nowhere."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            file = Path(place, name)
+            try:
+                found = file.stat()
+            except OSError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield file, found.st_mtime

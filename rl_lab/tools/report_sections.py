@@ -61,6 +61,14 @@ def subtitle(runs: Sequence[RunData]) -> str:
     )
 
 
+def left_out_section(sentences: Sequence[str]) -> list[Section]:
+    """Runs that could not be drawn, with the reasons; nothing where all could."""
+    if not sentences:
+        return []
+    rows = [(sentence,) for sentence in sentences]
+    return [Section("Left out", tables=[Table(("runs that could not be drawn",), rows)])]
+
+
 def facts(summary: Summary) -> list[tuple[str, str, str]]:
     """The big numbers above the curve of a single run."""
     found = []
@@ -200,7 +208,10 @@ def config_section(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Sec
     rows = [(path, *map(_value, row)) for path, row in sorted(differences) if not path.startswith(OF_ONE_RUN)]
     tables = [Table(("what differs", *(run.group for run in firsts)), rows)] if rows else []
     texts = [
-        (f"config of {run.label}" if len(runs) > 1 else "config", run.folder.config_file.read_text())
+        (
+            f"config of {run.label}" if len(runs) > 1 else "config",
+            run.folder.config_file.read_text(encoding="utf-8", errors="replace"),
+        )
         for run in firsts
     ]
     for run, summary in zip(runs, summaries):

@@ -6,6 +6,7 @@ its version and loads itself again. Who may see it is decided by web_access.py.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import mimetypes
 import secrets
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from rl_lab.errors import LabError
+from rl_lab.errors import LabError, one_line
 from rl_lab.run_folder import RunFolder
 from rl_lab.run_folder import output_root as outputs_folder
-from rl_lab.tools.report import build_page
+from rl_lab.tools.report import page_of_runs
 from rl_lab.tools.report_page import Page, Section, render_page
-from rl_lab.tools.report_runs import load_runs, runs_below
+from rl_lab.tools.report_runs import files_below, runs_below
 from rl_lab.tools.web_access import WebAccess
 
 LOOK_SECONDS = 3.0  # between two looks at the run folders
@@ -56,6 +57,7 @@ class LiveReport:
         self.page = self._plain("The page is being drawn.")
         self.drawn = threading.Event()  # the first page is there
         self._seen: Any = None
+        self._failure = ""  # why the last look drew nothing
         self._stop = threading.Event()
         self._scratch = tempfile.TemporaryDirectory(prefix="rl_lab_report_")
 
@@ -69,16 +71,28 @@ class LiveReport:
 
     def refresh(self) -> bool:
         """Draw the page anew if something has changed; whether it was. A run half written is drawn next time."""
-        folders = self.runs()
-        seen = self._fingerprint(folders)
-        if seen == self._seen:
-            return False
         version = str(int(self.version) + 1)
+        seen, failure = None, ""
         try:
+            folders = self.runs()
+            seen = self._fingerprint(folders)
+            if seen == self._seen:
+                return False
             page, files = self._draw(folders, version)
-        except (LabError, OSError, ValueError) as error:
-            page, files = self._plain(f"The page could not be drawn: {error}", version), {}
+        except Exception as error:  # whatever lies in the folders, the next look may find it in order
+            if self._stop.is_set():
+                return False
+            expected = isinstance(error, LabError)
+            # A LabError is about what lies in the files: it stays until they change. Anything else is tried again.
+            self._seen = seen = seen if expected else None
+            failure = f"The page could not be drawn: {error if expected else one_line(error)}"
+            if failure == self._failure:
+                return False
+            page, files = self._plain(failure, version), {}
+            with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+                print(failure, file=sys.stderr)
         self.page, self.files, self.version, self._seen = page, files, version, seen
+        self._failure = failure
         self.drawn.set()
         return True
 
@@ -106,13 +120,13 @@ class LiveReport:
             files[name] = file
             return name + self._query
 
-        page = build_page(load_runs(folders, self.by), Path(self._scratch.name))
+        page, _ = page_of_runs(folders, Path(self._scratch.name), self.by)
         page.script = self._script(version)
-        return render_page(page, Path(self._scratch.name), link).encode(), files
+        return render_page(page, Path(self._scratch.name), link).encode(errors="replace"), files
 
     def _plain(self, text: str, version: str = "0") -> bytes:
         page = Page("RL Lab", sections=[Section("Report", note=text)], script=self._script(version))
-        return render_page(page, Path()).encode()
+        return render_page(page, Path()).encode(errors="replace")
 
     def _script(self, version: str) -> str:
         return SCRIPT % (self.nonce, html.escape(version))
@@ -122,11 +136,15 @@ class LiveReport:
         """What changes when a run goes on: lengths of logs, and the newest file in each folder of media."""
         facts: list[Any] = []
         for folder in folders:
-            sizes = [
-                path.stat().st_size if path.is_file() else 0 for path in (folder.metrics, folder.config_file)
-            ]
-            media = [path.stat().st_mtime for path in folder.media.rglob("*")]
-            facts.append((str(folder.path), *sizes, len(media), max(media, default=0.0)))
+            logs: list[tuple[float, ...] | None] = []
+            for path in (folder.metrics, folder.config_file):
+                try:
+                    found = path.stat()
+                    logs.append((found.st_size, found.st_mtime))
+                except OSError:  # not there, or no longer
+                    logs.append(None)
+            media = [changed for _, changed in files_below(folder.media)]
+            facts.append((str(folder.path), *logs, len(media), max(media, default=0.0)))
         return tuple(facts)
 
 

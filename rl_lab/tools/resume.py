@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from rl_lab.run_folder import find_run, output_root
-    from rl_lab.training import resume
+    from rl_lab.training import resume, undisturbed
 
     overrides = list(args.overrides)
     if args.run and "=" in args.run:
@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
         args.run = None
     folder = find_run(args.run, output_root(None))
     result = resume(folder.path, overrides)
-    print(
+    undisturbed(print)(
         f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
     )
     return 0

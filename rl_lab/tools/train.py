@@ -44,10 +44,10 @@ def main(args: argparse.Namespace) -> int:
     if args.cfg:
         print(_config_text(config, args.resolve, args.package), end="")
         return 0
-    from rl_lab.training import train_config
+    from rl_lab.training import train_config, undisturbed
 
     result = train_config(config, args.overrides)
-    print(
+    undisturbed(print)(
         f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
     )
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ class WorkflowContext:
     initial_observation: Any = None
     initial_dones: Any = None
     global_step: int = 0
+    trains: bool = False  # False for an agent that only acts: it has no optimizers
 
     def count_parameters(self) -> int:
         """Of all components and controllers."""
@@ -76,9 +77,34 @@ class WorkflowContext:
 
     def optimizer(self, name: str) -> Any:
         """The optimizer of that name; None where there is nothing to train (an agent loaded to act)."""
-        if self.optimizers and name not in self.optimizers:
-            raise ConfigError(f"this workflow needs optimizers.{name}.{closest(name, self.optimizers)}")
+        if (self.trains or self.optimizers) and name not in self.optimizers:
+            raise ConfigError(
+                f"optimizers.{name} is missing, and this workflow needs it.{closest(name, self.optimizers)}"
+            )
         return self.optimizers.get(name)
+
+    def check_trained(
+        self,
+        parts: Mapping[str, Iterable[nn.Parameter]],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        main: str = "model",
+    ) -> None:
+        """Refuse a part that none of the optimizers trains: it would keep its first weights, and nothing would say so.
+
+        main: the name of the optimizer that the message is about
+        """
+        if not self.trains:
+            return
+        held = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
+        left = [
+            name for name, own in parts.items() if any(p.requires_grad and id(p) not in held for p in own)
+        ]
+        if left:
+            key = f"optimizers.{main}" + (".modules" if main in optimizers else " is missing")
+            raise ConfigError(
+                f"{key}: no optimizer trains {', '.join(left)} (optimizers found: {', '.join(optimizers) or 'none'}); "
+                "name them in the `modules` of one (a phase's `freeze` keeps weights as they are)"
+            )
 
 
 def _checked(room: str, name: str, parts: Mapping[str, Any], methods: tuple[str, ...]) -> Any:

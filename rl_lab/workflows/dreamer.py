@@ -73,6 +73,7 @@ class DreamerWorkflow(DreamerActing):
         self.optimizers = list(context.optimizers.values())
         modules = {name: getattr(self, name) for name in (*WORLD_MODEL, "actor", "critic")}
         self.parts = {name: list(module.parameters()) for name, module in modules.items()}
+        context.check_trained(self.parts, context.optimizers)
         self.guard = NonFiniteGuard().to(self.device)
         self.average_gradients: AverageGradients = keep_gradients
 

@@ -43,6 +43,8 @@ class IrisWorkflow(IrisActing):
         s = self.settings
         self.modules = {name: getattr(self, name) for name in PARTS}
         self.optimizers = {name: context.optimizer(name) for name in PARTS}
+        for name, module in self.modules.items():
+            context.check_trained({name: module.parameters()}, {name: self.optimizers[name]}, name)
         self.guards = {name: NonFiniteGuard().to(self.device) for name in PARTS}
         self.average_gradients: AverageGradients = keep_gradients
         self.slow = SlowCopy(self.actor_critic).to(self.device) if s.target_rate > 0.0 else None

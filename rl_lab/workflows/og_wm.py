@@ -71,7 +71,10 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         self.cma_es = context.controller("cma_es", "start", "ask", "tell", "get_state", "set_state")
         self.explorer = context.controller("explorer", "initial_state", "act")
         self._check_widths()
-        self.optimizers = {name: context.optimizer(name) for name in ("vae", "mdn_rnn")}
+        modules = {"vae": self.vae, "mdn_rnn": self.mdn_rnn}
+        self.optimizers = {name: context.optimizer(name) for name in modules}
+        for name, module in modules.items():
+            context.check_trained({name: module.parameters()}, {name: self.optimizers[name]}, name)
         self.guards = {name: NonFiniteGuard().to(self.device) for name in self.optimizers}
         self.average_gradients: AverageGradients = keep_gradients
         self.temperature = self.settings.temperature  # of every dream; a phase may `set` it

@@ -50,8 +50,11 @@ class TDMPCWorkflow(TDMPCActing):
             name: list(module.parameters()) for name, module in modules.items() if module is not None
         }
         self.policy_parts = {"policy": list(self.policy.parameters())}
-        self.model_optimizers = [o for name, o in context.optimizers.items() if name != "policy"]
+        of_model = {name: o for name, o in context.optimizers.items() if name != "policy"}
+        context.check_trained(self.model_parts, of_model)
+        self.model_optimizers = list(of_model.values())
         self.policy_optimizer = context.optimizer("policy")
+        context.check_trained(self.policy_parts, {"policy": self.policy_optimizer}, "policy")
         self.slow_encoder = SlowCopy(self.encoder).to(self.device) if s.target_encoder else None
         self.scale = RunningScale().to(self.device)
         self.guard = NonFiniteGuard().to(self.device)

@@ -176,7 +176,7 @@ def test_nonfinite_updates_stop_the_run_or_are_said():
     assert any("non-finite" in entry for entry in diary.entries)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_finishes_the_action_saves_and_returns(number: signal.Signals, capfd):
     diary = Diary()
     orchestrator = orchestrator_of(diary, JOINT)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from broken_runs import BREAKAGES, break_run, write_huge_png, write_short_metrics
 from PIL import Image
 
 from rl_lab.errors import LabError
@@ -196,3 +197,44 @@ def test_command_prints_what_it_wrote(make_run: MakeRun, capsys) -> None:
     assert report.main(parser.parse_args([str(run)])) == 0
     printed = capsys.readouterr().out.split()
     assert str(run / "report" / "index.html") in printed and str(run / "report" / "curve.png") in printed
+
+
+def test_runs_that_cannot_be_read_do_not_cost_the_others(make_run: MakeRun, tmp_path: Path, capsys) -> None:
+    good = write_short_metrics(make_run(name="whole", lines=2, media=False))
+    expected = [break_run(make_run(how, lines=2, media=False), how) for how in BREAKAGES]
+    paths = report.write_report([tmp_path / "outputs"], out=tmp_path / "all")
+    page, errors = paths[0].read_text(), capsys.readouterr().err
+    assert "Left out" in page and "whole" in page and str(good) in page
+    assert_is_a_picture(paths[1])
+    for how, words in zip(BREAKAGES, expected):
+        (line,) = (line for line in errors.splitlines() if how in line)
+        assert line.startswith(f"left out: {tmp_path / 'outputs' / how}") and words in line
+        assert line.removeprefix("left out: ") in page
+    assert len(errors.splitlines()) == len(BREAKAGES)
+
+
+@pytest.mark.parametrize("how", BREAKAGES)
+def test_one_run_that_cannot_be_read_is_an_error_of_one_sentence(make_run: MakeRun, how: str) -> None:
+    run = make_run(lines=2, media=False)
+    words = break_run(run, how)
+    with pytest.raises(LabError) as caught:
+        report.write_report([run])
+    text = str(caught.value)
+    assert text.startswith(str(run)) and words in text and "\n" not in text
+
+
+def test_of_several_runs_that_cannot_be_read_the_first_is_named(make_run: MakeRun, tmp_path: Path) -> None:
+    for number in range(3):
+        break_run(make_run(f"day/{number}", lines=2, media=False), "empty config")
+    with pytest.raises(LabError, match=r"day/0/config\.yaml holds no config; 2 more runs cannot be drawn"):
+        report.write_report([tmp_path / "outputs"], out=tmp_path / "all")
+
+
+def test_a_binary_code_file_and_a_huge_picture_do_not_cost_the_run(make_run: MakeRun) -> None:
+    run = write_short_metrics(make_run(lines=2))
+    (run / "code.txt").write_bytes(b"commit \xff\xfe\x00\n")
+    picture = write_huge_png(run / "media" / "episodes" / "test" / "frame_000000002.png")
+    (run / "media" / "gone.gif").symlink_to(run / "nothing.gif")
+    page = report.write_report([run])[0].read_text()
+    assert "commit \ufffd" in page and page.count("data:image/gif") == 1
+    assert f"{picture} cannot be shown: DecompressionBombError" in page

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import html
+import os
 import re
 import shutil
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from broken_runs import BREAKAGES, break_run, write_short_metrics
 
 from rl_lab.errors import LabError
+from rl_lab.run_folder import RunFolder
 from rl_lab.tools import report_page, report_serve
 from rl_lab.tools.report_serve import LiveReport, Server, serve
 from rl_lab.tools.web_access import WebAccess
@@ -79,6 +84,69 @@ def test_the_page_follows_the_runs(served, make_run: MakeRun, tmp_path: Path, mo
     assert live.refresh() and b"could not be drawn" in get(server)[1]
     shutil.rmtree(run)
     assert live.refresh() and b"no run below" in get(server)[1]
+
+
+def test_runs_that_cannot_be_read_are_named_beside_the_others(served, make_run: MakeRun, tmp_path: Path):
+    write_short_metrics(make_run(name="whole", lines=2, media=False))
+    expected = [break_run(write_short_metrics(make_run(how, lines=2, media=False)), how) for how in BREAKAGES]
+    server = served()
+    assert server.live.refresh()
+    page = html.unescape(get(server)[1].decode())
+    assert "whole" in page and "could not be drawn" in page and page.count('class="plot"') >= 2
+    for how, words in zip(BREAKAGES, expected):
+        assert re.search(re.escape(str(tmp_path / "outputs" / how)) + f".*{re.escape(words)}", page), how
+    # Put right, it is drawn; the length of the file stays the same.
+    config = tmp_path / "outputs" / "broken YAML" / "config.yaml"
+    config.write_text("a: 11\n")
+    os.utime(config, (1, 1))
+    assert server.live.refresh() and b"cannot be read as YAML" not in get(server)[1]
+
+
+def test_files_that_vanish_and_links_to_nothing_do_not_stop_the_look(
+    make_run: MakeRun, tmp_path: Path, monkeypatch
+):
+    run = write_short_metrics(make_run(lines=2))
+    (run / "media" / "gone.gif").symlink_to(run / "nothing.gif")
+    (tmp_path / "outputs" / "away").symlink_to(tmp_path / "nowhere")
+    real_stat, vanished = Path.stat, []
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if path.name.startswith("eval_episode"):
+            vanished.append(path)
+            raise FileNotFoundError(path)  # as if it were deleted after it was listed
+        return real_stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    live = LiveReport([tmp_path / "outputs"])
+    assert live.refresh() and vanished and b"dreamer_cartpole" in live.page
+    assert b"could not be drawn" not in live.page and not live.refresh()
+    live.close()
+
+
+def test_the_thread_survives_any_exception_and_says_it_once(
+    make_run: MakeRun, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setattr(report_serve, "LOOK_SECONDS", 0.01)
+    looks = threading.Semaphore(0)
+
+    def fail(self: LiveReport) -> list[RunFolder]:
+        looks.release()
+        raise RecursionError("too deep")
+
+    live = LiveReport([tmp_path / "outputs"])
+    with monkeypatch.context() as broken:
+        broken.setattr(LiveReport, "runs", fail)
+        watcher = threading.Thread(target=live.watch, daemon=True)
+        watcher.start()
+        assert all(looks.acquire(timeout=20) for _ in range(4))
+        assert b"could not be drawn: RecursionError: too deep" in live.page and live.version == "1"
+    deadline = time.monotonic() + 20
+    while b"no run below" not in live.page and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert b"no run below" in live.page
+    live.close()
+    watcher.join(20)
+    assert not watcher.is_alive() and capsys.readouterr().err.count("RecursionError: too deep") == 1
 
 
 def test_without_a_token_only_this_machine_s_own_page(served):

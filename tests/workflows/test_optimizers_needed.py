@@ -1,0 +1,87 @@
+"""A workflow that lacks an optimizer is refused: it would count updates and learn nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dreamer_case
+import iris_case
+import og_wm_case
+import pytest
+import tdmpc_case
+import torch
+from omegaconf import OmegaConf
+
+import rl_lab
+from rl_lab.build import assemble_workflow
+from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.errors import ConfigError
+
+TDMPC = OmegaConf.load(CONFIG_FOLDER / "optimizers/tdmpc.yaml")
+THREE = OmegaConf.load(CONFIG_FOLDER / "optimizers/dreamer_2023.yaml")
+
+
+def without(optimizers: Any, *names: str) -> Any:
+    return OmegaConf.masked_copy(optimizers, [name for name in optimizers if name not in names])
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "dreamer": (
+        lambda: dreamer_case.make_dreamer(optimizers={}),
+        r"optimizers\.model is missing: no optimizer trains encoder, rssm, .*, critic \(optimizers found: none\)",
+    ),
+    "dreamer with one of three": (
+        lambda: dreamer_case.make_dreamer(optimizers=without(THREE, "actor")),
+        r"optimizers\.model\.modules: no optimizer trains actor \(optimizers found: model, critic\)",
+    ),
+    "tdmpc without model": (
+        lambda: tdmpc_case.make_tdmpc(optimizers=without(TDMPC, "model")),
+        r"optimizers\.model is missing: no optimizer trains dynamics, reward_head, critic .*found: encoder\)",
+    ),
+    "tdmpc without encoder": (
+        lambda: tdmpc_case.make_tdmpc(optimizers=without(TDMPC, "encoder")),
+        r"optimizers\.model\.modules: no optimizer trains encoder \(optimizers found: model\)",
+    ),
+    "tdmpc without policy": (
+        lambda: tdmpc_case.make_tdmpc(optimizers=without(TDMPC, "policy")),
+        r"optimizers\.policy is missing, .* Known: encoder, model",
+    ),
+    "iris": (
+        lambda: iris_case.make_workflow("iris", "~optimizers.world_model"),
+        r"optimizers\.world_model is missing, .* Known: actor_critic, tokenizer",
+    ),
+    "iris with another part": (
+        lambda: iris_case.make_workflow("iris", "optimizers.tokenizer.modules=[world_model]"),
+        r"optimizers\.tokenizer\.modules: no optimizer trains tokenizer",
+    ),
+    "og_wm": (
+        lambda: og_wm_case.make_workflow(optimizers={}),
+        r"optimizers\.vae is missing, .* Known: none",
+    ),
+    "null": (
+        lambda: og_wm_case.make_workflow(optimizers__vae=None),
+        r"optimizers\.vae is None: it must be a mapping",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_workflow_without_an_optimizer_that_it_needs_is_refused(case: str):
+    make, message = CASES[case]
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        make()
+
+
+def test_one_that_only_acts_needs_none():
+    config = dreamer_case.dreamer_config(optimizers={})
+    workflow = assemble_workflow(config, dreamer_case.vector_spec(), torch.device("cpu"), optimizers=False)
+    assert workflow.optimizers == []
+
+
+def test_training_is_refused_before_a_run_folder_is_left(tmp_path: Path):
+    words = ["experiment=dreamer_cartpole", "debug=tiny", "~optimizers.model", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError, match=r"^optimizers\.model is missing: "):
+        rl_lab.train(None, words, say=lambda _: None)
+    assert not (tmp_path / "run").exists()
