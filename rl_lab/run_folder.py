@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rl_lab.errors import ConfigError, LabError, one_line
 from rl_lab.records import Spec
 from rl_lab.utils.files import read_json, write_json_atomic
+from rl_lab.utils.install import DISTRIBUTION
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -251,9 +252,9 @@ def code_state() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return f"rl-lab {version('rl-lab')} (installed, no git checkout)\n"
+        return f"{DISTRIBUTION} {version(DISTRIBUTION)} (installed, no git checkout)\n"
     except PackageNotFoundError:
-        return "rl-lab (no git checkout)\n"
+        return f"{DISTRIBUTION} (no git checkout)\n"
 
 
 def describe_differences(

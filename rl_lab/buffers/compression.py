@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_lab.errors import ConfigError, MissingPackageError, closest
+from rl_lab.utils.install import install_line
 
 NUMBERS = {"none": 0, "zlib": 1, "zstd": 2}
 NAMES = {number: name for name, number in NUMBERS.items()}
@@ -31,7 +32,7 @@ def choose_compression(name: str) -> str:
         raise ConfigError(f"compression '{name}' is not known.{closest(name, [*NUMBERS, 'auto'])}")
     if name == "zstd" and not _zstd_module():
         raise MissingPackageError(
-            "compression 'zstd' needs the package zstandard: pip install 'rl-lab[zstd]', or use compression: auto"
+            f"compression 'zstd' needs the package zstandard: {install_line('zstd')}, or use compression: auto"
         )
     return name
 
@@ -57,7 +58,8 @@ def decompress(number: int, data: bytes, size: int) -> bytes:
     elif name == "zstd":
         if not _zstd_module():
             raise MissingPackageError(
-                "these episodes are packed with zstd, which needs the package zstandard: pip install 'rl-lab[zstd]'"
+                "these episodes are packed with zstd, which needs the package zstandard: "
+                + install_line("zstd")
             )
         content = _zstd().decompress(data, size)
     else:

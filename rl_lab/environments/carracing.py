@@ -19,6 +19,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rl_lab.errors import ConfigError, MissingPackageError, closest
+from rl_lab.utils.install import install_line
 
 EXTRA = "box2d"
 TASKS = ("continuous", "discrete")
@@ -66,7 +67,7 @@ def _make_gymnasium(task: str, render: bool, percent: float, randomize: bool) ->
         )
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingPackageError(
-            f'carracing/{task} needs Box2D and pygame: pip install "rl-lab[{EXTRA}]"'
+            f"carracing/{task} needs Box2D and pygame: {install_line(EXTRA)}"
         ) from error
 
 
@@ -82,7 +83,7 @@ def _make_envpool(task: str, render: bool, percent: float, randomize: bool) -> g
         env = PooledCarRacing(lap_complete_percent=percent, render_mode="rgb_array" if render else None)
     except ModuleNotFoundError as error:
         raise MissingPackageError(
-            f'environment.backend=envpool needs EnvPool (750 MB): pip install "rl-lab[envpool]" ({error})'
+            f"environment.backend=envpool needs EnvPool (750 MB): {install_line('envpool')} ({error})"
         ) from error
     return gymnasium.wrappers.TimeLimit(env, MAX_STEPS)
 

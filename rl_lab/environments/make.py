@@ -42,8 +42,9 @@ from rl_lab.environments.wrappers import (
     TimeLimit,
     without_time_limit,
 )
-from rl_lab.errors import ConfigError, MissingPackageError
+from rl_lab.errors import ConfigError, LabError, MissingPackageError
 from rl_lab.records import Spec
+from rl_lab.utils.install import install_line
 
 SUITES = {
     "gym": "rl_lab.environments.gym_adapter",
@@ -119,7 +120,7 @@ class EnvFactory:
         try:
             return adapter.make(self.task, render=render, **handled, **self.options)
         except ModuleNotFoundError as error:
-            raise _missing(self.name, error, getattr(adapter, "EXTRA", "")) from error
+            raise _missing(self.name, error, _extra(adapter)) from error
         except TypeError as error:
             if "unexpected keyword" in str(error):
                 raise ConfigError(
@@ -271,7 +272,7 @@ def _factory(
     try:
         resolved = adapter.resolve(rest) if hasattr(adapter, "resolve") else rest
     except ModuleNotFoundError as error:
-        raise _missing(name, error, getattr(adapter, "EXTRA", "")) from error
+        raise _missing(name, error, _extra(adapter)) from error
     return EnvFactory(
         name=name,
         module=module,
@@ -326,11 +327,20 @@ def _import_adapter(module: str, name: str) -> ModuleType:
         raise _missing(name, error, "") from error
 
 
+def _extra(adapter: ModuleType) -> str:
+    # The gym adapter makes anyone's environment: what that one imports is in no extra of ours.
+    return "" if adapter.__name__ == SUITES["gym"] else getattr(adapter, "EXTRA", "")
+
+
 def _missing(name: str, error: ModuleNotFoundError, extra: str) -> MissingPackageError:
-    install = (
-        f'pip install "rl-lab[{extra}]"' if extra else f"pip install {(error.name or '').partition('.')[0]}"
+    if extra:
+        return MissingPackageError(
+            f"{name} needs the package '{error.name}', which is not installed: {install_line(extra)}"
+        )
+    # A module's name is often not its package's: cv2 is in opencv-python, yaml in PyYAML.
+    return MissingPackageError(
+        f"{name} cannot be loaded, no module named '{error.name}': install the package that provides it"
     )
-    return MissingPackageError(f"{name} needs the package '{error.name}', which is not installed: {install}")
 
 
 def _probe(factory: EnvFactory) -> Spec:
@@ -338,11 +348,17 @@ def _probe(factory: EnvFactory) -> Spec:
     key = repr(factory) if not callable(factory.task) else ""
     if key and key in _probed:
         return _probed[key]
-    env = factory()
     try:
-        spec = spec_of(env, factory.name)
-    finally:
-        env.close()
+        env = factory()
+        try:
+            spec = spec_of(env, factory.name)
+        finally:
+            env.close()
+    except SystemExit as error:  # it would end the trainer without a word
+        raise LabError(
+            f"{factory.name} called sys.exit({error.code!r}) when it was made or closed: raise an exception "
+            "that says why"
+        ) from error
     if key:
         _probed[key] = spec
     return spec

@@ -12,17 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_lab import __version__
-from rl_lab.tools.machine import checkout, commit, cpu_model, memory_bytes, usable_cpus
-from rl_lab.tools.packages import Declared, declared, find, install_line, version_of
+import rl_lab
+from rl_lab.tools.machine import commit, cpu_model, memory_bytes, usable_cpus
+from rl_lab.tools.packages import Declared, declared, find, namesakes, version_of
 from rl_lab.tools.table import print_table
+from rl_lab.utils.install import DISTRIBUTION, FORMER_NAME, checkout, install_line
 
 LOW_DISK = 2 * 2**30  # bytes: a few checkpoints with replay
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: ok, warn (works, but), missing (optional), bad (the core does not work without it), - (a fact)."""
+    """One line: ok, warn (works, but), missing (optional), bad (the core does not work like this), - (a fact)."""
 
     level: str
     name: str
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print every section; 1 when the core lacks something, else 0."""
+    """Print every section; 1 when the core lacks something or another package is in its place, else 0."""
     sections = examine(output_root=args.output_root)
     for title, findings in sections:
         print_table([(item.level, item.name, item.text) for item in findings], title=title)
@@ -44,7 +45,9 @@ def main(args: argparse.Namespace) -> int:
     levels = [item.level for _, findings in sections for item in findings]
     bad, warnings = levels.count("bad"), levels.count("warn")
     if bad:
-        print(f"{bad} thing{'s' if bad > 1 else ''} that rl-lab cannot do without: see the lines marked bad")
+        print(
+            f"{bad} thing{'s' if bad > 1 else ''} to put right before rl-lab works: see the lines marked bad"
+        )
         return 1
     print("ready" + (f", with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""))
     return 0
@@ -71,14 +74,33 @@ def check_code() -> list[Finding]:
     python = platform.python_version()
     old = sys.version_info < (3, 11)
     return [
-        Finding("ok", "rl-lab", f"{__version__}, {place}"),
+        # Another project's rl_lab/__init__.py may have been written over ours.
+        Finding("ok", "rl-lab", f"{getattr(rl_lab, '__version__', 'of an unknown version')}, {place}"),
         Finding("-", "commit", commit() or "unknown: no git checkout with a commit"),
         Finding(
             "bad" if old else "ok",
             "Python",
             python + (": 3.11 or newer is needed" if old else f", {sys.executable}"),
         ),
+        *check_namesakes(),
     ]
+
+
+def check_namesakes() -> list[Finding]:
+    """What is installed as `rl-lab`: another project on the package index, or this one from before it was renamed."""
+    cure = f"pip uninstall -y {FORMER_NAME} && {install_line(again=True)}"
+    findings = []
+    for item in namesakes():
+        if item.ours:
+            text = (
+                f"{item.version} in {item.folder} is RL Lab under its former name, now {DISTRIBUTION}: {cure}"
+            )
+            findings.append(Finding("warn", f"former {FORMER_NAME}", text))
+            continue
+        harm = "is written over RL Lab" if item.over_ours else "can be imported instead of RL Lab"
+        text = f"{item.version} in {item.folder} is another project, whose rl_lab {harm}: {cure}"
+        findings.append(Finding("bad", f"other {FORMER_NAME}", text))
+    return findings
 
 
 def check_machine(output_root: str | None = None) -> list[Finding]:
@@ -113,7 +135,7 @@ def check_core(needs: Declared) -> list[Finding]:
             Finding(
                 "warn",
                 "rl-lab",
-                "runs from a bare folder, so its requirements are unknown: pip install rl-lab",
+                f"runs from a bare folder, so its requirements are unknown: {install_line()}",
             )
         ]
     findings = []

@@ -12,8 +12,9 @@ from pathlib import Path
 import rl_lab
 from rl_lab import extensions
 from rl_lab.errors import LabError, closest
-from rl_lab.tools.packages import declared, find, install_line
+from rl_lab.tools.packages import declared, find
 from rl_lab.tools.table import print_table
+from rl_lab.utils.install import install_line
 
 # What is listed -> (folder of configs, how it is chosen on the command line).
 GROUPS = {

@@ -8,17 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def checkout() -> Path | None:
-    """Root of the source tree that rl_lab is imported from; None when it is installed without one."""
-    root = PACKAGE.parent
-    try:
-        text = (root / "pyproject.toml").read_text()
-    except OSError:
-        return None
-    return root if 'name = "rl-lab"' in text else None
+from rl_lab.utils.install import PACKAGE, checkout
 
 
 def commit() -> str:

@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_lab.tools.machine import checkout
+from rl_lab.utils.install import DISTRIBUTION, FORMER_NAME, PACKAGE, checkout
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-DISTRIBUTION = "rl-lab"
+AUTHORS = "The RL Lab authors"  # of pyproject.toml: every build of this project has it in its metadata
 
 
 @dataclass
@@ -94,9 +95,32 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def install_line(extra: str) -> str:
-    """The command that installs an extra, from where rl_lab came."""
-    return f"pip install -e '.[{extra}]'" if checkout() else f"pip install '{DISTRIBUTION}[{extra}]'"
+@dataclass(frozen=True)
+class Namesake:
+    """Something installed under the name `rl-lab` that has a package rl_lab."""
+
+    version: str
+    folder: Path  # it is installed in
+    ours: bool  # this project, from the time when it had that name
+    over_ours: bool  # its rl_lab/__init__.py is the one of the running rl_lab
+
+
+def namesakes() -> list[Namesake]:
+    """What is installed as `rl-lab`, as far as Python can find it from here."""
+    root = checkout()
+    found: dict[Path, Namesake] = {}
+    for item in metadata.distributions(name=FORMER_NAME):
+        folder = Path(str(item.locate_file(""))).resolve()
+        ours = item.metadata["Author"] == AUTHORS
+        if folder in found or (
+            ours and folder == root
+        ):  # a build's *.egg-info in the source tree: no install
+            continue
+        modules = [file for file in item.files or [] if file.as_posix() == "rl_lab/__init__.py"]
+        if ours or modules:
+            over_ours = any(Path(str(file.locate())).resolve().parent == PACKAGE for file in modules)
+            found[folder] = Namesake(item.version, folder, ours, over_ours)
+    return list(found.values())
 
 
 def _parse(lines: list[str]) -> list[Requirement]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_lab.errors import ConfigError, MissingPackageError, closest
+from rl_lab.utils.install import install_line
 
 MODES = ("online", "offline", "disabled")
 ID_FILE = "wandb_id.txt"  # so that a resumed run goes on in the same place
@@ -22,7 +23,7 @@ class WandbWriter:
             import wandb
         except ImportError:
             raise MissingPackageError(
-                f"wandb.mode={mode} needs the package wandb: pip install 'rl-lab[track]', or set wandb.mode=disabled"
+                f"wandb.mode={mode} needs the package wandb: {install_line('track')}, or set wandb.mode=disabled"
             ) from None
         self._wandb = wandb
         id_file = run_dir / ID_FILE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from rl_lab.buffers.stream import BatchStream
 from rl_lab.compose import CONFIG_FOLDER
 from rl_lab.errors import ConfigError, LabError, MissingPackageError, RunLockedError
 from rl_lab.records import ArraySpec, BatchSpec, RowIndex
+from rl_lab.utils.install import install_line
 
 WITHIN = BatchSpec(size=8, length=5, boundary="within")
 
@@ -335,7 +337,7 @@ def test_without_zstd_zlib_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     buffer = episode_buffer(tmp_path / "zlib", num_streams=1)
     add_episodes(buffer, [9])
     assert buffer._store.compression == "zlib" and everything(buffer) == {0: list(range(9))}
-    with pytest.raises(MissingPackageError, match="zstandard"):
+    with pytest.raises(MissingPackageError, match="zstandard: " + re.escape(install_line("zstd"))):
         episode_buffer(tmp_path / "other", compression="zstd")
     with pytest.raises(MissingPackageError, match="packed with zstd"):
         everything(episode_buffer(tmp_path / "zstd", num_streams=1))

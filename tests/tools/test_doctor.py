@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 import rl_lab
 from rl_lab.tools import doctor, packages
 from rl_lab.tools.packages import Declared
+from rl_lab.utils.install import DISTRIBUTION, install_line
 
 ROOT = Path(rl_lab.__file__).resolve().parents[1]
 
@@ -51,16 +52,68 @@ def test_names_every_extra_quickly(capsys, tmp_path: Path) -> None:
 
 def test_missing_extra_gives_the_line_that_installs_it() -> None:
     needs = Declared(
-        extras={"atari": [Requirement("no-such-package>=1")], "all": [Requirement("rl-lab[atari]")]}
+        extras={"atari": [Requirement("no-such-package>=1")], "all": [Requirement(f"{DISTRIBUTION}[atari]")]}
     )
     for finding, extra in zip(doctor.check_extras(needs), ("atari", "all")):
-        assert finding.level == "missing" and f"pip install -e '.[{extra}]'" in finding.text
+        assert finding.level == "missing" and finding.text.startswith(install_line(extra) + "   (")
         assert "no-such-package" in finding.text
 
 
-def test_install_line_without_a_checkout(monkeypatch) -> None:
-    monkeypatch.setattr(packages, "checkout", lambda: None)
-    assert packages.install_line("atari") == "pip install 'rl-lab[atari]'"
+def install_namesake(folder: Path, author: str, files: tuple[str, ...] = ("rl_lab/__init__.py",)) -> None:
+    """What pip leaves of a distribution `rl-lab` in a folder of packages."""
+    info = folder / "rl_lab-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: rl_lab\nVersion: 0.1.0\nAuthor: {author}\n")
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in (*files, f"{info.name}/METADATA")))
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+
+
+def namesakes_in(folder: Path) -> list[doctor.Finding]:
+    return [finding for finding in doctor.check_code() if f" in {folder} is " in finding.text]
+
+
+def test_another_project_under_our_former_name_is_bad(monkeypatch, tmp_path: Path) -> None:
+    install_namesake(tmp_path, "Somebody Else")
+    monkeypatch.syspath_prepend(tmp_path)
+    cure = f"pip uninstall -y rl-lab && {install_line()}"
+    (finding,) = namesakes_in(tmp_path)
+    assert finding.level == "bad" and finding.name == "other rl-lab"
+    assert "can be imported instead of RL Lab" in finding.text and finding.text.endswith(f": {cure}")
+    monkeypatch.setattr(packages, "PACKAGE", tmp_path / "rl_lab")  # both in one folder of packages
+    monkeypatch.setattr(doctor, "install_line", lambda again: f"pip install again={again}")
+    monkeypatch.delattr(rl_lab, "__version__")
+    (finding,) = namesakes_in(tmp_path)
+    assert finding.level == "bad" and "is written over RL Lab" in finding.text
+    assert finding.text.endswith("pip uninstall -y rl-lab && pip install again=True")
+
+
+def test_this_project_under_its_former_name_is_a_warning(monkeypatch, tmp_path: Path) -> None:
+    install_namesake(tmp_path, packages.AUTHORS, ("__editable__.rl_lab-0.1.0.pth",))
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = namesakes_in(tmp_path)
+    assert finding.level == "warn" and finding.name == "former rl-lab"
+    assert finding.text.endswith(f"now rl-lab-wm: pip uninstall -y rl-lab && {install_line()}")
+
+
+def test_what_is_no_rl_lab_is_left_alone(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert namesakes_in(tmp_path) == []
+    install_namesake(tmp_path / "a", "Somebody Else", ("another_module.py",))
+    monkeypatch.syspath_prepend(tmp_path / "a")
+    assert namesakes_in(tmp_path / "a") == []
+    # A source tree in which an older build left its metadata; pip does not uninstall that.
+    install_namesake(tmp_path / "b", packages.AUTHORS)
+    monkeypatch.syspath_prepend(tmp_path / "b")
+    assert len(namesakes_in(tmp_path / "b")) == 1
+    monkeypatch.setattr(packages, "checkout", lambda: tmp_path / "b")
+    assert namesakes_in(tmp_path / "b") == []
+
+
+def test_without_metadata_the_line_that_installs_is_told(monkeypatch) -> None:
+    (finding,) = doctor.check_core(Declared())
+    assert finding.level == "warn" and finding.text.endswith(f": {install_line()}")
 
 
 def test_core_package_that_is_missing_is_bad_and_an_old_one_a_warning(monkeypatch, capsys) -> None:
@@ -73,7 +126,7 @@ def test_core_package_that_is_missing_is_bad_and_an_old_one_a_warning(monkeypatc
     assert fine.level == "ok"
     monkeypatch.setattr(doctor, "declared", lambda: needs)
     assert run_doctor() == 1
-    assert "cannot do without" in capsys.readouterr().out
+    assert "1 thing to put right before rl-lab works" in capsys.readouterr().out
 
 
 def test_extras_of_other_packages_are_looked_into() -> None:
@@ -86,7 +139,7 @@ def test_extras_of_other_packages_are_looked_into() -> None:
 def test_extras_of_the_project_are_written_out() -> None:
     needs = packages.declared()
     names = {requirement.name for requirement in needs.of_extra("demo")}
-    assert {"gymnasium", "imageio"} <= names and "rl-lab" not in names
+    assert {"gymnasium", "imageio"} <= names and not {"rl-lab", DISTRIBUTION} & names
 
 
 @pytest.mark.parametrize(

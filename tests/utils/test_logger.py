@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 
 from rl_lab.errors import ConfigError, LabError, MissingPackageError
+from rl_lab.utils.install import install_line
 from rl_lab.utils.jsonl import read_jsonl
 from rl_lab.utils.logger import ExperimentLogger, prefixed
 
@@ -150,7 +152,7 @@ def test_without_tensorboard_there_is_no_folder(tmp_path):
 
 def test_wandb_is_asked_for_by_name(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'rl-lab\[track\]'"):
+    with pytest.raises(MissingPackageError, match=re.escape(install_line("track"))):
         ExperimentLogger(tmp_path, wandb_mode="offline")
     with pytest.raises(ConfigError, match=r"'ofline'.*Did you mean 'offline'"):
         ExperimentLogger(tmp_path, wandb_mode="ofline")

@@ -5,6 +5,7 @@ The folders are written here, with random weights: no real pretrained model was 
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from iris_case import make_workflow, run_hook
 from rl_lab.components.dynamics.pretrained_backbone import PretrainedBackbone
 from rl_lab.components.dynamics.sequence_backbone import copy_state
 from rl_lab.errors import ConfigError, MissingPackageError
+from rl_lab.utils.install import install_line
 
 B, T, WIDTH = 3, 9, 16
 
@@ -131,5 +133,5 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="could not be loaded"):
         PretrainedBackbone(dim=8, length=4, path=tmp_path / "model")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingPackageError, match=r"rl-lab\[hf\]"):
+    with pytest.raises(MissingPackageError, match=re.escape(install_line("hf"))):
         PretrainedBackbone(dim=8, length=4, path=tmp_path / "model")

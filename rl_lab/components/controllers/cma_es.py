@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rl_lab.errors import CheckpointError, ConfigError, MissingPackageError
+from rl_lab.utils.install import install_line
 
 
 class CMAES:
@@ -116,7 +117,7 @@ class CMAES:
             import cma
         except ModuleNotFoundError as error:
             raise MissingPackageError(
-                'CMA-ES needs the package "cma", which is not installed: pip install "rl-lab[evolution]"'
+                f"CMA-ES needs the package 'cma', which is not installed: {install_line('evolution')}"
             ) from error
         generator = np.random.default_rng(self._start["seed"])
         options = {

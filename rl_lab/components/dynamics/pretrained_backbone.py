@@ -16,6 +16,7 @@ from rl_lab.components.dynamics.sequence_backbone import State
 from rl_lab.components.nn.precision import product_dtype
 from rl_lab.components.nn.token_init import init_token_network
 from rl_lab.errors import ConfigError, MissingPackageError, one_line
+from rl_lab.utils.install import install_line
 
 
 class PretrainedBackbone(nn.Module):
@@ -124,7 +125,7 @@ def load_language_model(path: Path | str) -> Any:
         from transformers import AutoModel
     except ImportError as error:
         raise MissingPackageError(
-            'a pretrained backbone needs the package transformers: pip install "rl-lab[hf]"'
+            f"a pretrained backbone needs the package transformers: {install_line('hf')}"
         ) from error
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():

@@ -11,6 +11,7 @@ from rl_lab.errors import LabError, MissingPackageError
 from rl_lab.tools.play.commands import Command
 from rl_lab.tools.play.keys import control_legend, normalise
 from rl_lab.tools.play.session import PlaySession
+from rl_lab.utils.install import install_line
 
 LINE = 30  # pixels of the status line
 NAMES = {
@@ -28,7 +29,7 @@ class Window:
             import pygame
         except ModuleNotFoundError as error:
             raise MissingPackageError(
-                'the window needs pygame: pip install "rl-lab[play]" (or use --web or --video)'
+                f"the window needs pygame: {install_line('play')} (or use --web or --video)"
             ) from error
         self.pygame: Any = pygame
         self.session = session

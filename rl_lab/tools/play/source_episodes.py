@@ -12,6 +12,7 @@ from rl_lab.errors import ConfigError, LabError, closest
 from rl_lab.records import OBS_PREFIX, Spec
 from rl_lab.tools.play.moment import Moment, Panel
 from rl_lab.tools.play.panels import observation_picture
+from rl_lab.utils.install import install_line
 
 SPLITS = {
     "train": "episodes/train",
@@ -158,7 +159,7 @@ def read_film(file: Path) -> np.ndarray:
         else:
             frames = _mp4_frames(file)
     except ImportError as error:
-        raise LabError(f'{file.name} needs imageio-ffmpeg: pip install "rl-lab[video]"') from error
+        raise LabError(f"{file.name} needs imageio-ffmpeg: {install_line('video')}") from error
     except (OSError, RuntimeError, ValueError, SyntaxError) as error:
         raise LabError(f"{file} cannot be read: {str(error).strip()[:200]}") from error
     if not frames:

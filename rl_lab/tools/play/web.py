@@ -15,6 +15,7 @@ from rl_lab.run_folder import RunFolder
 from rl_lab.tools.play.keys import CONTROLS, REPLAY_CONTROLS, control_legend, show
 from rl_lab.tools.play.session import PlaySession
 from rl_lab.tools.web_access import WebAccess
+from rl_lab.utils.install import install_line
 
 try:
     import uvicorn
@@ -27,9 +28,7 @@ try:
 
     from rl_lab.tools.play.hub import Hub
 except ModuleNotFoundError as error:
-    raise MissingPackageError(
-        f"--web needs the package '{error.name}': pip install \"rl-lab[play]\""
-    ) from error
+    raise MissingPackageError(f"--web needs the package '{error.name}': {install_line('play')}") from error
 
 DOWNLOADS = {".mp4": "video/mp4", ".gif": "image/gif", ".npz": "application/octet-stream"}
 POLICY = (

@@ -1,0 +1,160 @@
+"""pip gets this project and never the one that is called rl-lab on the package index."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import rl_lab
+from rl_lab import make_env
+from rl_lab.errors import LabError
+from rl_lab.tools.packages import AUTHORS
+from rl_lab.utils import install
+from rl_lab.utils.install import DISTRIBUTION, FORMER_NAME, install_line
+
+ROOT = Path(rl_lab.__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PLACES = ("rl_lab", "docs", "examples", "scripts", "notebooks", "benchmarks", "tests")
+FILES = ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml", "requirements.txt", "constraints.txt")
+TEXTS = {".py", ".md", ".sh", ".toml", ".txt", ".yaml", ".yml", ".ipynb", ".html", ".cfg", ".json"}
+HISTORY = {ROOT / "docs" / "log.md", Path(__file__).resolve()}
+# The name alone: not a part of another name, of a path or of an address.
+FETCHES = re.compile(r"\b(?:pipx? install|uv add)\b[^\n`;&|]*?(?<![\w./-])rl[-_.]lab(?![\w./-])", re.I)
+
+
+def texts() -> list[Path]:
+    found = [file for place in PLACES for file in (ROOT / place).rglob("*") if file.suffix in TEXTS]
+    found = [file for file in found if file.is_file() and not {"outputs", "build"} & set(file.parts)]
+    return [file for file in [*found, *(ROOT / name for name in FILES)] if file not in HISTORY]
+
+
+def test_the_metadata_has_the_name_of_the_constant():
+    assert PROJECT["name"] == DISTRIBUTION and PROJECT["authors"] == [{"name": AUTHORS}]
+    assert PROJECT["scripts"] == {"rl-lab": "rl_lab.cli:main"}
+    assert canonicalize_name(DISTRIBUTION) == DISTRIBUTION != FORMER_NAME
+    assert install.checkout() == ROOT
+
+
+def test_nothing_requires_the_other_project():
+    example = tomllib.loads((ROOT / "examples" / "extension" / "pyproject.toml").read_text())["project"]
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values(), example["dependencies"]]
+    names = [canonicalize_name(Requirement(line).name) for lines in groups for line in lines]
+    assert FORMER_NAME not in names and names.count(DISTRIBUTION) == 4  # play, demo, dev; the example
+
+
+def test_no_text_tells_anyone_to_install_the_other_project():
+    files = texts()
+    assert len(files) > 300 and ROOT / "README.md" in files and ROOT / "rl_lab" / "cli.py" in files
+    for file in files:
+        for line in file.read_text(errors="replace").splitlines():
+            assert not FETCHES.search(line), f"{file.relative_to(ROOT)}: {line.strip()[:200]}"
+
+
+@pytest.mark.parametrize(
+    ("line", "fetches"),
+    [
+        ('pip install "rl-lab[atari]"', True),
+        ("pip install rl-lab", True),
+        ("python -m pip install -U 'rl_lab[play,video]'", True),
+        ("pip install numpy rl.lab==0.1.0", True),
+        ("pip install 'rl-lab-wm[atari]'", False),
+        ("pip install -e '.[atari]' && rl-lab doctor", False),
+        ("pip install -e '/home/me/rl-lab[atari]'", False),
+        ("pip uninstall -y rl-lab && pip install -e .", False),
+    ],
+)
+def test_what_counts_as_installing_the_other_project(line: str, fetches: bool):
+    assert bool(FETCHES.search(line)) == fetches
+
+
+def test_in_the_checkout_the_line_is_short_and_elsewhere_it_has_the_path(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    assert install_line("atari") == "pip install -e '.[atari]'"
+    assert install_line() == install_line(again=True) == "pip install -e ."
+    monkeypatch.chdir(tmp_path)
+    assert shlex.split(install_line("atari")) == ["pip", "install", "-e", f"{ROOT}[atari]"]
+    assert install_line("atari").endswith("[atari]'")
+
+
+def test_a_path_with_spaces_is_one_word(monkeypatch, tmp_path):
+    root = tmp_path / "the lab's copy"
+    (root / "rl_lab").mkdir(parents=True)
+    (root / "pyproject.toml").write_text(f'[project]\nname = "{DISTRIBUTION}"\n')
+    monkeypatch.setattr(install, "PACKAGE", root / "rl_lab")
+    assert shlex.split(install_line("zstd"))[-1] == f"{root}[zstd]"
+
+
+def test_in_a_folder_that_was_deleted_the_line_has_the_path(monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert str(ROOT) in install_line("atari")
+
+
+def test_without_a_checkout_the_line_names_the_distribution(monkeypatch, tmp_path):
+    monkeypatch.setattr(install, "PACKAGE", tmp_path / "rl_lab")
+    assert install_line("atari") == f"pip install '{DISTRIBUTION}[atari]'"
+    assert install_line() == f"pip install {DISTRIBUTION}"
+    # After `pip uninstall` of a package that shared files with ours, pip still takes ours for installed.
+    assert install_line(again=True) == f"pip install --force-reinstall --no-deps {DISTRIBUTION}"
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{FORMER_NAME}"\n')
+    assert install.checkout() is None, "a source tree of another project"
+
+
+def ask_cma() -> None:
+    from rl_lab.components.controllers.cma_es import CMAES
+
+    strategy = CMAES(population=4)
+    strategy.start(torch.zeros(3), seed=0)
+    strategy.ask()
+
+
+def open_window() -> None:
+    from rl_lab.tools.play.desktop import Window
+
+    Window(None, "title")  # type: ignore[arg-type]
+
+
+def read_mp4() -> None:
+    from rl_lab.tools.play.source_episodes import read_film
+
+    read_film(Path("film.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("act", "module", "extra"),
+    [
+        (ask_cma, "cma", "evolution"),
+        (open_window, "pygame", "play"),
+        (lambda: importlib.import_module("rl_lab.tools.play.web"), "uvicorn", "play"),
+        (read_mp4, "imageio_ffmpeg", "video"),
+        (lambda: make_env("carracing/continuous", backend="envpool"), "envpool", "envpool"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_part_without_its_package_has_the_line(act: Callable[[], None], module, extra, monkeypatch):
+    for name in ("rl_lab.tools.play.web", *(name for name in sys.modules if name.startswith(f"{module}."))):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, module, None)  # what importing then raises is ModuleNotFoundError
+    with pytest.raises(LabError, match=re.escape(f": {install_line(extra)}")):
+        act()
+
+
+def test_every_extra_that_a_message_names_exists():
+    named = {}
+    for file in (ROOT / "rl_lab").rglob("*.py"):
+        for extra in re.findall(r"install_line\(['\"]([\w-]+)['\"]\)", file.read_text()):
+            named.setdefault(extra, file.name)
+    assert {"zstd", "evolution", "hf", "envpool", "track", "play", "video"} <= set(named)
+    assert set(named) <= set(PROJECT["optional-dependencies"]), named
