@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.stream import BatchStream
+from rl_lab.buffers.batches import BatchStream
 from rl_lab.build import assemble_workflow, build_buffers
-from rl_lab.compose import compose_config, resolve_config
+from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.launch.runtime import resolve_device
-from rl_lab.orchestration.act_runner import ActRunner
-from rl_lab.orchestration.hook_runner import HookRunner
-from rl_lab.orchestration.profiling import print_kernels
+from rl_lab.orchestration.collector import ActRunner
+from rl_lab.orchestration.diagnostics import print_kernels
+from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
 
 ROWS_PER_STREAM = 600

@@ -31,8 +31,8 @@ import numpy as np
 
 from rl_lab.environments import make as make_module
 from rl_lab.environments import make_env
+from rl_lab.environments.env_runner import episode_seed
 from rl_lab.environments.spec import action_mapping
-from rl_lab.environments.worker import episode_seed
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
 

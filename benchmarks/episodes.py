@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 import torch
 
-from rl_lab.buffers.episodes import EpisodeBuffer
+from rl_lab.buffers.episodes.buffer import EpisodeBuffer
 from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, Spec
 
 STREAMS, STEPS = 16, 500  # rows of each stream that are added at a time

@@ -245,7 +245,7 @@ def play_alone(world: World, chosen: argparse.Namespace, number: int, start: Any
 def make_workflow(world: World, chosen: argparse.Namespace) -> Any:
     """The experiment's nets, untrained."""
     from rl_lab.build import assemble_workflow
-    from rl_lab.compose import compose_config, resolve_config
+    from rl_lab.config.compose import compose_config, resolve_config
     from rl_lab.environments.make import probe_spec
 
     spec = probe_spec(world.task, **world.options)

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from rl_lab.orchestration.cadence import Every
-from rl_lab.orchestration.hook_runner import HookRunner
-from rl_lab.orchestration.orchestrator import Cadences, Orchestrator
+from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
-from rl_lab.orchestration.phases import HookInfo, parse_phases
+from rl_lab.orchestration.phases import Cadences, Every, HookInfo, parse_phases
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
+from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import CollectResult, Hook, UpdateResult
-from rl_lab.utils.timing import Stopwatch
+from rl_lab.utils.metrics import Stopwatch
 
 ENVS = 8  # steps that one collect brings
 ROWS: dict[str, Any] = {"reward": None}

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_lab.tools.play.wire import decode_frame
+from rl_lab.tools.play.clients import decode_frame
 
 MODEL = ["depth=8", "deter=256", "units=96", "stoch=16"]
 WARM_UP = 1.0  # seconds

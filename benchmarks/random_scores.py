@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rl_lab.environments import make_env
-from rl_lab.environments.crafter import crafter_score
+from rl_lab.environments.suites.crafter import crafter_score
 from rl_lab.errors import LabError
 
 PUBLISHED = {"pong": -20.7, "breakout": 1.7, "boxing": 0.1}

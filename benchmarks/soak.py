@@ -284,7 +284,7 @@ def audit(folder: Path, events: list[dict[str, Any]]) -> tuple[dict[str, float],
     import torch
 
     from rl_lab.agent import load_agent
-    from rl_lab.utils.checkpoint import CheckpointManager
+    from rl_lab.utils.checkpoint.manager import CheckpointManager
 
     wrong: list[str] = []
     loaded = CheckpointManager(folder / "checkpoints", on_warning=wrong.append).load()

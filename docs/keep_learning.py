@@ -16,8 +16,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from rl_lab.tools.curves import Metrics
 from rl_lab.tools.figure_style import colors, figure_file, legend, step_axis
+from rl_lab.tools.report.curves import Metrics
 
 RESULTS = Path(__file__).parent / "results"
 # Column -> metric. Those that a run never logged are left out.

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from rl_lab.multirun import multirun
+from rl_lab.config.multirun import multirun
 from rl_lab.run_folder import RunFolder
-from rl_lab.tools.dream_page import write_dreams
-from rl_lab.tools.dream_report import measure
+from rl_lab.tools.dream_report.command import measure
+from rl_lab.tools.dream_report.page import write_dreams
 from rl_lab.tools.evaluate import evaluate_run
-from rl_lab.tools.report import write_report
+from rl_lab.tools.report.command import write_report
 from rl_lab.training import train
 
 FOLDER = Path(__file__).parent / "images" / "report"

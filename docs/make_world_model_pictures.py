@@ -19,7 +19,7 @@ from rl_lab.agent import load_agent
 from rl_lab.environments import make_env
 from rl_lab.environments.make import env_config_options
 from rl_lab.records import ActMode, Batch
-from rl_lab.workflows.og_wm_report import TEMPERATURES, dreams_at
+from rl_lab.workflows.og_wm.report import TEMPERATURES, dreams_at
 
 FOLDER = Path(__file__).parent / "images" / "world_models"
 PLAYED, ROWS, SHOWN = (

@@ -11,14 +11,16 @@ import numpy as np
 import torch
 
 from rl_lab.build import assemble_workflow
-from rl_lab.compose import to_plain
+from rl_lab.config.compose import to_plain
+from rl_lab.config.saved import check_same_spec, difference_from
 from rl_lab.environments.normalizer import ObservationNormalizer, make_normalizer
 from rl_lab.errors import CheckpointError, LabError, closest, unexpected
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.records import OBS_PREFIX, ActMode, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
-from rl_lab.saved_config import check_same_spec, difference_from
-from rl_lab.utils.checkpoint import CheckpointManager, Loaded, load_matching, partial_load
+from rl_lab.utils.checkpoint.loading import Loaded
+from rl_lab.utils.checkpoint.manager import CheckpointManager
+from rl_lab.utils.checkpoint.matching import load_matching, partial_load
 from rl_lab.workflows.context import WorldModelComponents
 from rl_lab.workflows.controllers import ControllerManager
 

@@ -22,7 +22,7 @@ VERBS = {
     "eval": ("rl_lab.tools.evaluate", "play evaluation episodes with a trained agent"),
     "play": ("rl_lab.tools.play", "watch the agent, or play in its dream: rl-lab play RUN [-w] [--web]"),
     "report": (
-        "rl_lab.tools.report",
+        "rl_lab.tools.report.command",
         "curves, scores and dreams of runs as one HTML page; --serve keeps it live",
     ),
     "collect": ("rl_lab.tools.collect", "store episodes of a policy as a data set (not in this version yet)"),

@@ -133,13 +133,16 @@ class RunFolder:
     def load_config(self) -> DictConfig:
         from omegaconf import DictConfig, OmegaConf
 
-        from rl_lab.compose import check_targets, to_plain
-        from rl_lab.config_checks import check_values
+        from rl_lab.config.checks import check_values
+        from rl_lab.config.compose import check_targets, to_plain
+        from rl_lab.config.saved import current_targets
 
         if not self.exists():
             raise LabError(f"{self.path} is not a run folder: it has no config.yaml")
         try:
             config = OmegaConf.load(self.config_file)
+            if isinstance(config, DictConfig):
+                config = OmegaConf.create(current_targets(OmegaConf.to_container(config)))
         except Exception as error:  # YAML, OmegaConf, the disk and the encoding each have their own
             raise ConfigError(f"{self.config_file} is damaged: {one_line(error)}") from error
         if not isinstance(config, DictConfig) or not config:

@@ -13,15 +13,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl_lab.build import Run, build_run, environment_spec
-from rl_lab.compose import change_key, compose_config, resolve_config, select, to_plain
-from rl_lab.config_checks import check_config
+from rl_lab.config.checks import check_config
+from rl_lab.config.compose import change_key, compose_config, resolve_config, select, to_plain
+from rl_lab.config.saved import SAFE_ON_RESUME, check_same_config, check_same_spec, is_safe
 from rl_lab.errors import CheckpointError, ConfigError, LabError, unexpected
-from rl_lab.orchestration.device_memory import is_out_of_memory, out_of_memory
-from rl_lab.orchestration.profiling import Trace
+from rl_lab.orchestration.diagnostics import Trace, is_out_of_memory, out_of_memory
 from rl_lab.records import Spec
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
-from rl_lab.saved_config import SAFE_ON_RESUME, check_same_config, check_same_spec, is_safe
-from rl_lab.utils.checkpoint import CheckpointManager, Loaded, partial_load
+from rl_lab.utils.checkpoint.loading import Loaded
+from rl_lab.utils.checkpoint.manager import CheckpointManager
+from rl_lab.utils.checkpoint.matching import partial_load
 from rl_lab.utils.files import RunLock
 from rl_lab.utils.logger import ExperimentLogger
 from rl_lab.utils.progress import Progress

@@ -8,7 +8,7 @@ import time
 
 import rl_lab
 from rl_lab.tools.evaluate import evaluate_run
-from rl_lab.tools.report import write_report
+from rl_lab.tools.report.command import write_report
 
 
 def main() -> int:

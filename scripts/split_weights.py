@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from rl_lab.errors import LabError
-from rl_lab.utils.checkpoint import CHECKPOINT_VERSION, CheckpointManager
+from rl_lab.utils.checkpoint.manager import CheckpointManager
+from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION
 
 ROOMS = ("components", "controllers")
 MIB = 2**20

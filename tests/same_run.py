@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rl_lab.orchestration.orchestrator import Orchestrator
-from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 
 # Where and when a run took place is not part of what it computed.
 IGNORED = {"time"}

@@ -258,7 +258,7 @@ def test_a_finished_run_can_be_extended(tmp_path: Path):
 
 
 def test_weights_of_another_run(run: Path, tmp_path: Path, capsys):
-    from rl_lab.utils.checkpoint import CheckpointManager
+    from rl_lab.utils.checkpoint.manager import CheckpointManager
 
     words = ["train", "debug=tiny", "training.total_timesteps=6", "logging.progress=off"]
     words += [f"load.path={run}", "load.components=[encoder]", "experiment.seed=9"]

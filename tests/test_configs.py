@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import rl_lab
-from rl_lab.compose import CONFIG_FOLDER, compose_config, known_choices
+from rl_lab.config.checks import CONFIG_FOLDER
+from rl_lab.config.compose import compose_config, known_choices
 from rl_lab.environments.make import suites
 from rl_lab.errors import ConfigError, MissingPackageError
 

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 
 import rl_lab
 from rl_lab.cli import COMING, VERBS
-from rl_lab.compose import CONFIG_FOLDER, compose_config
+from rl_lab.config.checks import CONFIG_FOLDER
+from rl_lab.config.compose import compose_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_lab import extensions
-from rl_lab.compose import compose_config, with_search_path
+from rl_lab.config import compose as extensions
+from rl_lab.config.compose import compose_config, with_search_path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "extension"

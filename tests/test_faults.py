@@ -14,11 +14,11 @@ from same_run import assert_same, assert_same_run
 import rl_lab
 from rl_lab.cli import main
 from rl_lab.errors import CheckpointError, ConfigError, LabError
-from rl_lab.orchestration.hook_runner import HookRunner
 from rl_lab.orchestration.orchestrator import Orchestrator
+from rl_lab.orchestration.updates import HookRunner
 from rl_lab.training import resume
 from rl_lab.utils import files
-from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 WORDS = [
@@ -188,7 +188,7 @@ def test_state_after_lost_rows_is_exactly_that_of_the_checkpoint(copy: Path, who
 
 
 def _plain(value):
-    from rl_lab.utils.saveable import to_saveable
+    from rl_lab.utils.checkpoint.saveable import to_saveable
 
     return to_saveable(value)
 
@@ -244,7 +244,8 @@ def test_a_second_process_is_kept_out_of_a_run(copy: Path, capsys):
 
 def test_older_checkpoints_are_migrated_or_refused(copy: Path, monkeypatch):
     """A checkpoint of version 1, seen by a lab of version 2."""
-    from rl_lab.utils import checkpoint, manifest
+    from rl_lab.utils.checkpoint import manager as checkpoint
+    from rl_lab.utils.checkpoint import manifest
 
     monkeypatch.setattr(manifest, "CHECKPOINT_VERSION", 2)
     monkeypatch.setattr(checkpoint, "CHECKPOINT_VERSION", 2)
@@ -278,7 +279,7 @@ def test_out_of_gpu_memory_says_what_holds_it_and_what_to_turn_down(tmp_path: Pa
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 1 GiB"
     )
     raise_at(monkeypatch, 2, error)
-    monkeypatch.setattr("rl_lab.orchestration.device_memory._peak", lambda: 3 * 2**30)
+    monkeypatch.setattr("rl_lab.orchestration.diagnostics._peak", lambda: 3 * 2**30)
     assert main(["train", *WORDS, f"run_dir={tmp_path / 'run'}"]) == 1
     text = capsys.readouterr().err
     assert "Traceback" not in text and text.count("error:") == 1

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rl_lab.compose import compose_config
-from rl_lab.config_checks import root_keys
+from rl_lab.config.checks import root_keys
+from rl_lab.config.compose import compose_config
 from rl_lab.errors import LabError
 from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.training import train_config

@@ -23,7 +23,8 @@ from rl_lab.buffers.offline import OfflineBuffer
 from rl_lab.errors import LabError
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 from rl_lab.training import resume
-from rl_lab.utils.checkpoint import CheckpointManager, load_checkpoint
+from rl_lab.utils.checkpoint.loading import load_checkpoint
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 
 MANY = int(os.environ.get("RL_LAB_EXAMPLES", "400"))
 SHORT, LONG = 24, 36  # steps that a run is saved at, and goes on to

@@ -57,7 +57,10 @@ MISTAKES = {
         [*TINY, PHASE % "buffer: reply, workflow_hooks: [collect]"],
         ["names a buffer 'reply'", "'replay'"],
     ),
-    "class": ([*TINY, "workflow._target_=rl_lab.workflows.dreamer.Dreamr"], ["cannot import", "Dreamr"]),
+    "class": (
+        [*TINY, "workflow._target_=rl_lab.workflows.dreamer.workflow.Dreamr"],
+        ["cannot import", "Dreamr"],
+    ),
     "shape": ([*TINY, "+_dims.observation=5"], ["_dims.observation is 5", "has 4"]),
     "parts that do not fit": ([*TINY, "environment=dummy_dict", "components/encoder=mlp"], ["encoder"]),
     "sequence": (

@@ -18,15 +18,15 @@ from omegaconf import OmegaConf
 import rl_lab
 from rl_lab.buffers.offline import OfflineBuffer
 from rl_lab.cli import main
-from rl_lab.compose import check_targets
+from rl_lab.config.compose import check_targets
 from rl_lab.errors import LabError
 from rl_lab.records import ActionSpec, ArraySpec, Spec
+from rl_lab.utils.checkpoint.saveable import load_data
 from rl_lab.utils.logger import ExperimentLogger
-from rl_lab.utils.saveable import load_data
 
 ROOT = Path(__file__).resolve().parents[1]
 # Pipes between the trainer and its own worker processes carry pickles; nothing there comes from a file.
-PIPES = {"environments/worker.py", "environments/workers.py"}
+PIPES = {"environments/env_runner.py", "environments/worker_pool.py"}
 FORBIDDEN = {
     "pickle.load",
     "pickle.loads",
@@ -173,8 +173,8 @@ def test_no_verb_runs_what_a_run_folder_carries(run: Path, tmp_path: Path, where
 
 
 def _vouch_for(manifest: Path, file: Path) -> None:
+    from rl_lab.utils.checkpoint.manifest import read_manifest, write_manifest
     from rl_lab.utils.files import crc32_of
-    from rl_lab.utils.manifest import read_manifest, write_manifest
 
     content = read_manifest(manifest)
     facts = {"bytes": file.stat().st_size, "crc32": crc32_of(file)}

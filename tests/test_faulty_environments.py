@@ -16,7 +16,7 @@ from rl_lab.errors import ConfigError, EnvironmentFaultError
 from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.tools.evaluate import evaluate_run
 from rl_lab.training import resume
-from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 TINY = ["experiment=random_cartpole", "debug=tiny", "training.evaluate.every_env_steps=null", *QUIET]

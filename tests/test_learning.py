@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rl_lab
-from rl_lab.tools.curves import Metrics
 from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.tools.report.curves import Metrics
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from rl_lab.cli import main
+from rl_lab.config.multirun import collect, multirun
 from rl_lab.errors import LabError
-from rl_lab.multirun import collect, multirun
-from rl_lab.tools.report_runs import find_runs, load_runs
+from rl_lab.tools.report.runs import find_runs, load_runs
 
 WORDS = ["+experiment=random_cartpole", "debug=tiny", "training.total_timesteps=30", "logging.progress=off"]
 WORDS += ["logging.tensorboard=false", "training.evaluate.every_env_steps=null"]

@@ -12,7 +12,7 @@ from same_run import stopped_at
 
 import rl_lab
 from rl_lab.training import resume
-from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "howto" / "new_algorithm.md"
 

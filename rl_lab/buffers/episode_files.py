@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.plain import ENDS, PlainDoor
+from rl_lab.buffers.trajectory import ENDS, PlainDoor
 from rl_lab.errors import CheckpointError, ConfigError
 from rl_lab.records import ArraySpec, Spec
+from rl_lab.utils.checkpoint.saveable import load_data
 from rl_lab.utils.files import crc32_of
-from rl_lab.utils.saveable import load_data
 
 SUFFIXES = (".npz", ".pt")
 OBSERVATIONS = "observations"

@@ -2,24 +2,200 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from rl_lab.buffers.columns import Array, as_rows
+from rl_lab.buffers.chunk_files import FORMAT, ChunkFiles, Lost, Plan
 from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
-from rl_lab.buffers.episode_rows import EpisodeRows
+from rl_lab.buffers.episodes.buffer import episode_folder
+from rl_lab.buffers.episodes.store import EpisodeStore
+from rl_lab.buffers.episodes.writer import OpenEpisodes
 from rl_lab.buffers.replay import ReplayBuffer
-from rl_lab.buffers.run_rows import RunRows, saved_buffer
-from rl_lab.buffers.salvage import Lost, Plan
+from rl_lab.buffers.ring import Array, as_rows
+from rl_lab.buffers.row_layout import Bytes, RowLayout, check_row, read_layout
 from rl_lab.buffers.samplers import Sampler, SamplerFactory
-from rl_lab.buffers.stored_episodes import episode_folder
-from rl_lab.errors import CheckpointError, ConfigError, LabError
+from rl_lab.errors import CheckpointError, ConfigError, LabError, closest
 from rl_lab.records import ArraySpec, BatchSpec, Spec
+from rl_lab.utils.checkpoint.loading import load_checkpoint
+from rl_lab.utils.checkpoint.manifest import REPLAY_FOLDER
+from rl_lab.utils.checkpoint.saveable import load_data
+
+# --------------------
+# The replay that another run saved, as rows.
+
+
+@dataclass(frozen=True)
+class SavedBuffer:
+    """One buffer of a checkpoint, and where its files are."""
+
+    checkpoint: Path
+    folder: Path
+    entry: dict[str, Any]
+
+
+def saved_buffer(path: Path, buffer: str) -> SavedBuffer:
+    """A buffer of a run's newest good checkpoint, or of the checkpoint named."""
+    loaded = load_checkpoint(path)
+    entries = loaded.manifest["buffers"] if loaded.manifest else {}
+    if buffer not in entries:
+        raise ConfigError(f"{loaded.path} carries no buffer '{buffer}'.{closest(buffer, entries)}")
+    if "source" in entries[buffer]["meta"]:
+        there = entries[buffer]["meta"]["source"]["path"]
+        raise ConfigError(f"buffer '{buffer}' of {path} is itself read from {there}: give that path")
+    return SavedBuffer(loaded.path, loaded.folder / REPLAY_FOLDER / buffer, entries[buffer])
+
+
+class RunRows:
+    """The replay of a checkpoint, a stream per environment.
+
+    Columns beside the row, such as latents, are taken over where they are stored in the same form, else zero.
+    """
+
+    def __init__(self, saved: SavedBuffer, spec: Spec) -> None:
+        self.spec = spec
+        self.path = saved.checkpoint
+        self._folder = saved.folder
+        self._entry: dict[str, Any] = saved.entry
+        self._meta: dict[str, Any] = self._entry["meta"]
+        if self._meta.get("format") != FORMAT:
+            raise ConfigError(f"{self.path} has replay of format {self._meta.get('format')}, not {FORMAT}")
+        self.num_streams = int(self._meta["num_streams"])
+        self._end = int(self._meta["cursor"])
+        held = self._end - int(self._meta.get("begin", 0))
+        self.length = min(held, int(self._meta["capacity"]) // self.num_streams)
+        if not self.length:
+            raise ConfigError(f"the replay of {self.path} is empty")
+        facts = json.dumps([self._entry["files"], self._end], sort_keys=True)
+        self.fingerprint = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        self._zero: list[str] = []
+
+    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Position (from 0) and rows (N, count, …) of each file; not all columns are in every one."""
+        stored = {name: ArraySpec.from_dict(spec) for name, spec in self._meta["columns"].items()}
+        self._zero = check_row(RowLayout(stored), self.spec, columns, self.path)
+        oldest = self._end - self.length
+        for start, end, rows in ChunkFiles(self._meta["chunk_rows"]).load(
+            self._folder, self._entry, self._meta
+        ):
+            first = max(start, oldest)
+            wanted = {
+                name: value[:, first - start : end - start]
+                for name, value in rows.items()
+                if name in columns and name not in self._zero
+            }
+            if "action" in wanted:
+                self._check_actions(wanted["action"])
+            yield first - oldest, wanted
+
+    def notes(self) -> list[str]:
+        """What a reader of the data should know."""
+        if not self._zero:
+            return []
+        return [f"{', '.join(self._zero)} begin as zeros, because that run did not store them in this form"]
+
+    def _check_actions(self, actions: torch.Tensor) -> None:
+        choices, indices = self.spec.action.choices, actions.numpy()
+        if choices and np.any((indices < 0) | (indices >= np.array(choices))):
+            raise ConfigError(
+                f"{self.path} has actions from {indices.min()} to {indices.max()}, but {self.spec.name} has {choices} choices: the "
+                "data is of another environment"
+            )
+
+
+# --------------------
+# Stored episodes as rows of one stream: those of a folder, or of a run's checkpoint.
+
+
+class EpisodeRows:
+    """Episodes one behind the other, each stream's in their order; see offline.Source.
+
+    entry: of a checkpoint, whose files lie in the folder; None: the folder is that of a buffer
+    """
+
+    num_streams = 1
+
+    def __init__(self, folder: Path, spec: Spec, entry: dict[str, Any] | None = None) -> None:
+        self.spec, self.path = spec, folder
+        index = None
+        self._open: OpenEpisodes | None = None
+        if entry is None:
+            layout = read_layout(folder)
+        else:
+            layout, index = RowLayout.from_dict(entry["meta"]["layout"]), folder / entry["meta"]["index"]
+            self._open = OpenEpisodes(layout, int(entry["meta"]["streams"]))
+            try:
+                self._open.set_state(load_data(folder / Path(entry["meta"]["memory"]).name)["open"])
+            except CheckpointError as error:
+                raise ConfigError(str(error)) from None
+        self._store = EpisodeStore(
+            folder,
+            layout,
+            read_only=True,
+            verify=True,
+            index=index,
+            say=lambda message: warnings.warn(message, stacklevel=4),
+        )
+        table = self._store.table
+        order = np.lexsort((table.column("start"), table.column("stream")))
+        self._episodes = [int(table.first + k) for k in order if table.column("rows")[k]]
+        self._episodes += (
+            [] if self._open is None else [-1 - int(s) for s in np.flatnonzero(self._open.rows())]
+        )
+        self.length = sum(self._facts(episode)[2] for episode in self._episodes)
+        if not self.length:
+            raise ConfigError(f"{folder} holds no episodes")
+        facts = [self._facts(episode) for episode in self._episodes]
+        self.fingerprint = hashlib.blake2b(str(facts).encode(), digest_size=16).hexdigest()
+        self._zero: list[str] = []
+
+    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Position and rows (1, count, …) of each episode."""
+        self._zero = check_row(self._store.layout, self.spec, columns, self.path)
+        position, before = 0, (-1, -1)
+        for episode in self._episodes:
+            stream, start, count = self._facts(episode)
+            layout = self._store.layout
+            rows: dict[str, Any] = {
+                name: layout.as_tensor(name, value)[None]
+                for name, value in self._rows(episode, stream, start, count).items()
+                if name in columns and name not in self._zero
+            }
+            if before != (stream, start):  # whatever came before, this is no continuation of it
+                rows["is_first"][:, 0] = True
+            yield position, rows
+            position, before = position + count, (stream, start + count)
+
+    def notes(self) -> list[str]:
+        """What a reader of the data should know."""
+        if not self._zero:
+            return []
+        return [f"{', '.join(self._zero)} begin as zeros, because they are not stored in this form"]
+
+    def _facts(self, episode: int) -> tuple[int, int, int]:
+        """Stream, start, rows."""
+        if episode < 0:
+            assert self._open is not None
+            stream = -1 - episode
+            return stream, int(self._open.begin[stream]), int(self._open.rows()[stream])
+        table = self._store.table
+        return table.fact(episode, "stream"), table.fact(episode, "start"), table.fact(episode, "rows")
+
+    def _rows(self, episode: int, stream: int, start: int, count: int) -> Bytes:
+        if episode < 0:
+            assert self._open is not None
+            return self._open.read(stream, start, start + count)
+        blocks = self._store.read([(episode, block) for block in range(self._store.layout.blocks(count))])
+        return {
+            name: np.concatenate([block[name] for block in blocks]) for name in self._store.layout.columns
+        }
 
 
 class Source(Protocol):

@@ -17,12 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.batches import allocate, copy_batch
-from rl_lab.buffers.chunk_files import ChunkFiles, Rows, check_layout
-from rl_lab.buffers.columns import Array, Columns, as_rows, choose_files, choose_storage, row_bytes, to_device
-from rl_lab.buffers.late_writes import MOST_WAITING, LateWrites
-from rl_lab.buffers.ring import Ring
-from rl_lab.buffers.salvage import Lost, Plan, plan_restore, put_back
+from rl_lab.buffers.batches import MOST_WAITING, LateWrites, allocate, copy_batch
+from rl_lab.buffers.chunk_files import ChunkFiles, Lost, Plan, Rows, check_layout, plan_restore, put_back
+from rl_lab.buffers.ring import (
+    Array,
+    Columns,
+    Ring,
+    as_rows,
+    choose_files,
+    choose_storage,
+    row_bytes,
+    to_device,
+)
 from rl_lab.buffers.samplers import (
     Sampler,
     SamplerFactory,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.columns import row_bytes, torch_dtype
+from rl_lab.buffers.ring import row_bytes, torch_dtype
 from rl_lab.errors import CheckpointError, ConfigError
 from rl_lab.records import ArraySpec, Spec
 from rl_lab.utils.files import read_json, write_json_atomic

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +26,12 @@ from typing import Any
 
 import gymnasium
 
-from rl_lab.environments.aliases import canonical, with_suite
 from rl_lab.environments.faults import RestartLimit
-from rl_lab.environments.gym_adapter import nearest
 from rl_lab.environments.normalizer import make_normalizer
+from rl_lab.environments.rendering import Filmed, VideoSettings
 from rl_lab.environments.spec import spec_of
-from rl_lab.environments.transforms import add_wrappers
+from rl_lab.environments.suites.gym import nearest
 from rl_lab.environments.vector import VectorEnv, default_workers
-from rl_lab.environments.video import Filmed, VideoSettings
 from rl_lab.environments.wrappers import (
     ActionRepeat,
     DictObservation,
@@ -40,24 +39,73 @@ from rl_lab.environments.wrappers import (
     Resize,
     StandardAction,
     TimeLimit,
+    add_wrappers,
     without_time_limit,
 )
 from rl_lab.errors import ConfigError, LabError, MissingPackageError
 from rl_lab.records import Spec
 from rl_lab.utils.install import install_line
 
+# --------------------
+# Names that other projects use for the same tasks.
+#
+#     atari_pong                  atari/pong              DreamerV3 and its ports
+#     atari100k_pong              atari100k/pong
+#     dmc_walker_walk             dmc/walker_walk
+#     crafter_reward              crafter/reward
+#     memmaze_9x9                 memory_maze/9x9
+#     BreakoutNoFrameskip-v4      atari100k/Breakout      IRIS and other Atari 100k code: no sticky actions, own actions
+#     MemoryMaze-9x9-v0           memory_maze/9x9
+#     CrafterReward-v1            crafter/reward
+#     MiniGrid-Empty-5x5-v0       minigrid/…              as registered, with the suite's observations
+#     popgym-CountRecallEasy-v0   popgym/…
+#     carracing                   carracing/continuous
+#
+# Whatever the table does not know stays as it is.
+
+
+ALIASES = (
+    (r"(atari|atari100k|crafter|dmc|minigrid|popgym|carracing)_(\w+)", r"\1/\2"),
+    (r"(?:memmaze|memorymaze|memory_maze)_(\d+x\d+)", r"memory_maze/\1"),
+    (r"MemoryMaze-(\d+x\d+)-v0", r"memory_maze/\1"),
+    (r"(\w+)NoFrameskip-v4", r"atari100k/\1"),
+    (r"CrafterReward-v1|crafter", "crafter/reward"),
+    (r"CrafterNoReward-v1", "crafter/noreward"),
+    (r"((?:MiniGrid|BabyAI)-.+)", r"minigrid/\1"),
+    (r"popgym-(.+)-v0", r"popgym/\1"),
+    (r"carracing", "carracing/continuous"),
+)
+
+
+def canonical(task: str) -> str:
+    """`suite/task` for a name that the table knows; any other name as it is."""
+    for pattern, replacement in ALIASES:
+        match = re.fullmatch(pattern, task)
+        if match:
+            return match.expand(replacement)
+    return task
+
+
+def with_suite(task: str, suite: str | None) -> str:
+    """The task of a config file that belongs to a suite: `pong` is then `suite/pong`; full names stay."""
+    named = canonical(task)
+    if not suite or "/" in named or ":" in named:
+        return named
+    return f"{suite}/{named}"
+
+
 SUITES = {
-    "gym": "rl_lab.environments.gym_adapter",
-    "dummy": "rl_lab.environments.dummy",
-    "atari": "rl_lab.environments.atari",
-    "atari100k": "rl_lab.environments.atari100k",
-    "dmc": "rl_lab.environments.dmc",
-    "crafter": "rl_lab.environments.crafter",
-    "minigrid": "rl_lab.environments.minigrid",
-    "carracing": "rl_lab.environments.carracing",
-    "popgym": "rl_lab.environments.popgym",
-    "memory_maze": "rl_lab.environments.memory_maze",
-    "multitask": "rl_lab.environments.multitask",
+    "gym": "rl_lab.environments.suites.gym",
+    "dummy": "rl_lab.environments.suites.dummy",
+    "atari": "rl_lab.environments.suites.atari",
+    "atari100k": "rl_lab.environments.suites.atari100k",
+    "dmc": "rl_lab.environments.suites.dmc",
+    "crafter": "rl_lab.environments.suites.crafter",
+    "minigrid": "rl_lab.environments.suites.minigrid",
+    "carracing": "rl_lab.environments.suites.carracing",
+    "popgym": "rl_lab.environments.suites.popgym",
+    "memory_maze": "rl_lab.environments.suites.memory_maze",
+    "multitask": "rl_lab.environments.suites.multitask",
 }
 ENTRY_POINTS = "rl_lab.environments"
 # Keywords of `make_env` that are about all N together, and change nothing in one environment.

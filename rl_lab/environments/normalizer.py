@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_lab.environments.row_checks import FLOAT32_MAX
+from rl_lab.environments.spec import FLOAT32_MAX
 from rl_lab.errors import CheckpointError, ConfigError
 from rl_lab.records import ArraySpec, Spec
 

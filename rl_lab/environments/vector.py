@@ -21,15 +21,227 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from rl_lab.environments.crew import REST, Crew, Infos
+from rl_lab.environments.env_runner import REST, Segment, StepArrays, episode_seed
 from rl_lab.environments.faults import RestartLimit
-from rl_lab.environments.history import ActionHistory
 from rl_lab.environments.normalizer import ObservationNormalizer
 from rl_lab.environments.spec import action_space, observation_space
-from rl_lab.environments.vector_state import restore_state, state_of
-from rl_lab.environments.workers import ProcessWorker
-from rl_lab.errors import ConfigError, LabError
-from rl_lab.records import Spec
+from rl_lab.environments.worker_pool import Crew, Infos, ProcessWorker
+from rl_lab.errors import CheckpointError, ConfigError, LabError
+from rl_lab.records import ActionSpec, Spec
+
+# --------------------
+# Where N environments stand, as plain data, and back there again.
+#
+# seed, episode        of the run; number of the episode that each environment is in
+# actions, cuts        since each true beginning; where resets cut them that only continued a game. With the episodes'
+# seeds they are replayed. An environment whose next step resets it truly needs none.
+# last                 the rows that arrived last: what a replay is compared with, bit for bit
+# goes_on              (N,) bool: the next reset continues the game
+# forgotten, unbegun   environments with too many actions to keep; with a reset due that had failed
+# restarts             counters of failures
+# normalizer           observation statistics, or None
+
+
+def state_of(env: VectorEnv) -> dict[str, Any]:
+    import torch
+
+    crew, rows = env.crew, _rows(env.crew.arrays)
+    ended = rows["terminated"] | rows["truncated"]
+    replayed = ~(ended & ~crew.arrays.goes_on)
+    forgotten = env.history.forgotten & replayed
+    kept = [
+        env.history.get(index)
+        if replayed[index] and not forgotten[index]
+        else (env.history.get(index)[0][:0], [])
+        for index in range(env.num_envs)
+    ]
+    return {
+        "seed": crew.seed,
+        "episode": torch.from_numpy(crew.episodes.copy()),
+        "actions": [torch.from_numpy(actions) for actions, _ in kept],
+        "cuts": [cuts for _, cuts in kept],
+        "last": {name: torch.from_numpy(array.copy()) for name, array in rows.items()},
+        "goes_on": torch.from_numpy(crew.arrays.goes_on & ended),
+        "forgotten": np.flatnonzero(forgotten).tolist(),
+        "unbegun": sorted(crew.unbegun),
+        "restarts": crew.faults.get_state(),
+        "normalizer": None if env.normalizer is None else env.normalizer.get_state(),
+    }
+
+
+def restore_state(env: VectorEnv, state: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Bring the environments back; returns those that began a new episode, and of these the ones that should not have.
+
+    The latter are not deterministic, or had more actions than are kept.
+    """
+    crew, arrays = env.crew, env.crew.arrays
+    number = len(state["actions"])
+    if number != env.num_envs:
+        raise CheckpointError(
+            f"the checkpoint has {number} environments and this run has {env.num_envs}: set environment.num_envs={number}"
+        )
+    crew.seed = int(state["seed"])
+    crew.episodes = np.array(state["episode"], dtype=np.int64)
+    crew.faults.set_state(state.get("restarts", {}))
+    _restore_statistics(env, state.get("normalizer"))
+    then = {name: np.asarray(value) for name, value in state["last"].items()}
+    goes_on = np.array(state.get("goes_on", np.zeros(number)), dtype=bool)
+    cuts = state.get("cuts") or [[]] * number
+    unbegun, different = set(state.get("unbegun", ())), set(state.get("forgotten", ()))
+    asleep = (then["terminated"] | then["truncated"]) & ~goes_on  # their next step is a true beginning
+    plans: dict[int, list[Segment]] = {}
+    for index in set(range(number)) - unbegun - different - set(np.flatnonzero(asleep).tolist()):
+        actions = np.asarray(state["actions"][index])
+        env.history.set(index, actions, cuts[index])
+        plans[index] = _segments(env, index, actions, cuts[index])
+    different |= crew.replay(plans)
+    now = _rows(arrays)
+    for index in np.flatnonzero(asleep).tolist():
+        for name, array in now.items():
+            array[index] = then[name][index]
+    arrays.goes_on[asleep] = False
+    begun: set[int] = set()
+    while True:  # once, unless a worker dies meanwhile and takes others with it
+        for index in set(range(number)) - unbegun - different:
+            same = all(now[name][index].tobytes() == then[name][index].tobytes() for name in now)
+            if not same or arrays.goes_on[index] != goes_on[index]:
+                different.add(index)
+        missing = sorted((unbegun | different) - begun)
+        if not missing:
+            break
+        crew.episodes[missing] += 1
+        crew.begin(missing)
+        begun |= set(missing)
+    env.history.begin(sorted(begun))
+    first = [index in begun or _at_reset(plans.get(index, [])) for index in range(number)]
+    env.is_first = np.array(first, dtype=bool)
+    return sorted(begun), sorted(different)
+
+
+def _segments(env: VectorEnv, index: int, actions: np.ndarray, cuts: Sequence[int]) -> list[Segment]:
+    """The episodes of an open game: their numbers follow one another, and the last is the open one."""
+    first = int(env.crew.episodes[index]) - len(cuts)
+    parts = np.split(actions, [int(cut) for cut in cuts])
+    return [(episode_seed(env.crew.seed, index, first + place), part) for place, part in enumerate(parts)]
+
+
+def _at_reset(segments: Sequence[Segment]) -> bool:
+    return bool(segments) and len(segments[-1][1]) == 0
+
+
+def _restore_statistics(env: VectorEnv, statistics: Mapping[str, Any] | None) -> None:
+    if (statistics is None) != (env.normalizer is None):
+        raise CheckpointError(
+            f"the checkpoint was made with environment.normalize_observations={str(statistics is not None).lower()}"
+        )
+    if env.normalizer is not None and statistics is not None:
+        env.normalizer.set_state(statistics)
+
+
+def _rows(arrays: StepArrays) -> dict[str, np.ndarray]:
+    observations = {"obs/" + name: array for name, array in arrays.obs.items()}
+    return {
+        **observations,
+        "reward": arrays.reward,
+        "terminated": arrays.terminated,
+        "truncated": arrays.truncated,
+    }
+
+
+# --------------------
+# The actions since each environment's last true beginning: with the episodes' seeds, all that an exact resume needs.
+
+
+FIRST_CAPACITY = 64
+
+
+class ActionHistory:
+    """Actions of each of N environments, in the smallest dtype that holds them.
+
+    A reset that continues a game (a life was lost, the episode ended, the game did not) only marks a cut: what follows
+    depends on all that came before, back to the game's start. Actions beyond `limit` are counted and not kept: from
+    then on the environment is `forgotten`, until its next true beginning.
+    """
+
+    def __init__(self, action: ActionSpec, num_envs: int, limit: int = 100_000) -> None:
+        choices = max(action.choices, default=0)
+        compact = np.uint8 if choices <= 256 else np.int32
+        dtype = np.float32 if action.kind == "continuous" else compact
+        self.limit = limit
+        self.lengths = np.zeros(num_envs, np.int64)  # actions since the last true beginning
+        self._cuts: list[list[int]] = [[] for _ in range(num_envs)]
+        # The last place is a spare one, for actions beyond the limit.
+        self._actions = np.zeros((num_envs, min(FIRST_CAPACITY, limit) + 1, *action.shape), dtype)
+        self._envs = np.arange(num_envs)
+        self._longest = 0  # no length is greater; exact only after it was recomputed
+        self.overflown = False  # whether any environment was ever forgotten
+
+    @property
+    def forgotten(self) -> np.ndarray:
+        """(N,) bool: more actions than the limit, so that they cannot be replayed."""
+        return self.lengths > self.limit
+
+    def record(self, actions: np.ndarray, began: np.ndarray, continued: np.ndarray) -> None:
+        """Add one vector step.
+
+        began: (N,) bool, those that reset instead, at their first row now; continued: which of these resets went on
+        with the game of the episode before.
+        """
+        spare = self._actions.shape[1] - 1
+        if self._longest >= spare:
+            self._longest = int(self.lengths.max())
+            if self._longest >= spare and spare < self.limit:
+                self._grow(self._longest + 1)
+        index = self.lengths
+        if self._longest >= self.limit:
+            index = np.minimum(index, self.limit)
+            self.overflown = self.overflown or bool(index.max(initial=0) >= self.limit)
+        self._actions[self._envs, index] = actions
+        self.lengths += 1
+        self._longest += 1
+        for env in np.flatnonzero(began):
+            self._begin(int(env), bool(continued[env]))
+
+    def _begin(self, env: int, continued: bool) -> None:
+        if continued:
+            self.lengths[env] -= 1  # the action that a reset ignores
+            if self.lengths[env] <= self.limit:
+                self._cuts[env].append(int(self.lengths[env]))
+        else:
+            self.lengths[env] = 0
+            self._cuts[env] = []
+
+    def begin(self, envs: Sequence[int]) -> None:
+        """These environments began truly, out of turn."""
+        for env in envs:
+            self._begin(env, continued=False)
+
+    def get(self, env: int) -> tuple[np.ndarray, list[int]]:
+        """Actions (length, …) of one environment, a copy, and where resets that continued cut them."""
+        return self._actions[env, : self.lengths[env]].copy(), list(self._cuts[env])
+
+    def set(self, env: int, actions: np.ndarray, cuts: Sequence[int] = ()) -> None:
+        """Take back what `get` gave."""
+        self._grow(len(actions))
+        self._actions[env, : len(actions)] = actions
+        self.lengths[env] = len(actions)
+        self._cuts[env] = [int(cut) for cut in cuts]
+        self._longest = max(self._longest, len(actions))
+
+    def _grow(self, length: int) -> None:
+        """Room for that many actions, by doubling, and for the spare one."""
+        room = self._actions.shape[1] - 1
+        if length <= room:
+            return
+        while room < length:
+            room = max(1, 2 * room)
+        room = max(min(room, self.limit), length)
+        added = np.zeros(
+            (self._actions.shape[0], room + 1 - self._actions.shape[1], *self._actions.shape[2:]),
+            self._actions.dtype,
+        )
+        self._actions = np.concatenate([self._actions, added], axis=1)
+
 
 # Work per vector step that a process of its own is worth: two wake-ups take 0.02 to 0.2 ms, by machine.
 WORKTIME_S = 500e-6

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rl_lab.errors import CheckpointError, ConfigError
-from rl_lab.orchestration.cadence import Every, Ratio
-from rl_lab.orchestration.phases import HookUse, PhaseDefinition
+from rl_lab.orchestration.phases import Every, HookUse, PhaseDefinition, Ratio
 
 
 class PhaseView(Mapping[str, Any]):

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rl_lab.episode_tracker import Episode, return_statistics
-from rl_lab.utils.logger import prefixed
-from rl_lab.utils.timing import Stopwatch
+from rl_lab.records import Episode, return_statistics
+from rl_lab.utils.metrics import Stopwatch, prefixed
 
 
 class RunLog:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from rl_lab.errors import CheckpointError, LabError, unexpected
-from rl_lab.utils.checkpoint import CHECKPOINT_VERSION, load_matching
+from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION
+from rl_lab.utils.checkpoint.matching import load_matching
 from rl_lab.utils.seeding import Generators
 
 

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from rl_lab.errors import LabError, closest
-from rl_lab.tools.machine import commit, describe_machine
-from rl_lab.tools.table import print_table
+from rl_lab.tools.doctor import commit, describe_machine
+from rl_lab.tools.terminal import print_table
 from rl_lab.utils.files import write_json_atomic
 from rl_lab.utils.install import checkout
 

@@ -6,17 +6,235 @@ import argparse
 import ctypes.util
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import rl_lab
-from rl_lab.tools.machine import commit, cpu_model, memory_bytes, usable_cpus
-from rl_lab.tools.packages import Declared, declared, find, namesakes, version_of
-from rl_lab.tools.table import print_table
-from rl_lab.utils.install import DISTRIBUTION, FORMER_NAME, checkout, install_line
+from rl_lab.tools.terminal import print_table
+from rl_lab.utils.install import DISTRIBUTION, FORMER_NAME, PACKAGE, checkout, install_line
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+
+# --------------------
+# Facts about this machine and this code that results are kept with. The host's name is left out on purpose.
+
+
+def commit() -> str:
+    """Commit of the checkout, with `-dirty` behind it when files differ from it; "" without a checkout."""
+    if checkout() is None:
+        return ""
+    revision = _git("rev-parse", "HEAD")
+    if not revision:
+        return ""
+    return revision + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(PACKAGE.parent), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cpus() -> int:
+    """Cores that this process may use, which in a container is often fewer than there are."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Memory in all and free to use, within the container's limit; zeros when it cannot be told."""
+    try:
+        import psutil
+    except ImportError:
+        return 0, 0
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return total, available
+    return min(total, limit), min(available, max(limit - used, 0))
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a benchmark's numbers depend on. Loads torch when it is there."""
+    facts: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cpus": usable_cpus(),
+        "gpu": None,
+        "memory_gib": round(memory_bytes()[0] / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": None,
+        "torch_threads": None,
+    }
+    try:
+        import torch
+    except ImportError:
+        return facts
+    facts |= {"torch": str(torch.__version__), "torch_threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name(0)
+    return facts
+
+
+# --------------------
+# What the project says it needs, and what of it is installed. Metadata only: nothing is imported.
+
+
+AUTHORS = "The RL Lab authors"  # of pyproject.toml: every build of this project has it in its metadata
+
+
+@dataclass
+class Declared:
+    """Requirements of the core, and of each extra."""
+
+    core: list[Requirement] = field(default_factory=list)
+    extras: dict[str, list[Requirement]] = field(default_factory=dict)
+
+    def of_extra(self, name: str) -> list[Requirement]:
+        """An extra's requirements, with extras of our own that it names written out."""
+        found: list[Requirement] = []
+        for requirement in self.extras[name]:
+            if _canonical(requirement.name) == DISTRIBUTION:
+                for inner in sorted(requirement.extras):
+                    found += self.of_extra(inner)
+            else:
+                found.append(requirement)
+        return found
+
+
+@dataclass(frozen=True)
+class Package:
+    """One requirement and what was found for it."""
+
+    name: str
+    version: str | None  # None: not installed
+    wanted: str  # the version specifier, "" for any
+    fits: bool  # installed, and of a version that was asked for
+
+
+def declared() -> Declared:
+    """From pyproject.toml in a checkout (an editable install's metadata grows old), else from the metadata."""
+    root = checkout()
+    if root is not None:
+        import tomllib
+
+        project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+        extras = project.get("optional-dependencies", {})
+        return Declared(
+            core=_parse(project["dependencies"]),
+            extras={name: _parse(lines) for name, lines in extras.items()},
+        )
+    try:
+        found = metadata.metadata(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return Declared()
+    requirements = _parse(metadata.requires(DISTRIBUTION) or [])
+    core = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": ""})]
+    result = Declared(core=core)
+    for extra in found.get_all("Provides-Extra") or []:
+        result.extras[extra] = [
+            item
+            for item in requirements
+            if item not in core and item.marker is not None and item.marker.evaluate({"extra": extra})
+        ]
+    return result
+
+
+def find(requirement: Requirement) -> Iterator[Package]:
+    """The package itself, then what its own extras ask for (`gymnasium[box2d]` needs box2d)."""
+    version = version_of(requirement.name)
+    fits = version is not None and requirement.specifier.contains(version, prereleases=True)
+    yield Package(requirement.name, version, str(requirement.specifier), fits)
+    if version is None:
+        return
+    for inner in _parse(metadata.requires(requirement.name) or []):
+        if inner.marker is None or inner.marker.evaluate({"extra": ""}):
+            continue  # its plain dependencies came with it
+        if any(inner.marker.evaluate({"extra": extra}) for extra in requirement.extras):
+            yield from find(inner)
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Namesake:
+    """Something installed under the name `rl-lab` that has a package rl_lab."""
+
+    version: str
+    folder: Path  # it is installed in
+    ours: bool  # this project, from the time when it had that name
+    over_ours: bool  # its rl_lab/__init__.py is the one of the running rl_lab
+
+
+def namesakes() -> list[Namesake]:
+    """What is installed as `rl-lab`, as far as Python can find it from here."""
+    root = checkout()
+    found: dict[Path, Namesake] = {}
+    for item in metadata.distributions(name=FORMER_NAME):
+        folder = Path(str(item.locate_file(""))).resolve()
+        ours = item.metadata["Author"] == AUTHORS
+        if folder in found or (
+            ours and folder == root
+        ):  # a build's *.egg-info in the source tree: no install
+            continue
+        modules = [file for file in item.files or [] if file.as_posix() == "rl_lab/__init__.py"]
+        if ours or modules:
+            over_ours = any(Path(str(file.locate())).resolve().parent == PACKAGE for file in modules)
+            found[folder] = Namesake(item.version, folder, ours, over_ours)
+    return list(found.values())
+
+
+def _parse(lines: list[str]) -> list[Requirement]:
+    from packaging.requirements import Requirement
+
+    requirements = [Requirement(line) for line in lines]
+    return [
+        item
+        for item in requirements
+        if item.marker is None or "extra" in str(item.marker) or item.marker.evaluate()
+    ]
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
 
 LOW_DISK = 2 * 2**30  # bytes: a few checkpoints with replay
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rl_lab
-from rl_lab import extensions
+from rl_lab.config import compose as extensions
 from rl_lab.errors import LabError, closest
-from rl_lab.tools.packages import declared, find
-from rl_lab.tools.table import print_table
+from rl_lab.tools.doctor import declared, find
+from rl_lab.tools.terminal import print_table
 from rl_lab.utils.install import install_line
 
 # What is listed -> (folder of configs, how it is chosen on the command line).

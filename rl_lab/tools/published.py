@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rl_lab.environments.aliases import with_suite
+from rl_lab.environments.make import with_suite
 
 DATA = Path(__file__).with_name("published.yaml")
 ATARI = ("atari", "atari100k")

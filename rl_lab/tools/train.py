@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if args.multirun:
-        from rl_lab.multirun import multirun
+        from rl_lab.config.multirun import multirun
 
         multirun(args.overrides, args.config_dir)
         return 0
-    from rl_lab.compose import compose_config
+    from rl_lab.config.compose import compose_config
 
     config = compose_config(args.overrides, config_dirs=args.config_dir)
     if args.cfg:
@@ -58,7 +58,7 @@ def _config_text(config: object, resolve: bool, package: str | None) -> str:
     from omegaconf import DictConfig, OmegaConf
 
     from rl_lab.build import environment_spec
-    from rl_lab.compose import fill_dims
+    from rl_lab.config.compose import fill_dims
     from rl_lab.errors import ConfigError, MissingPackageError, closest
 
     assert isinstance(config, DictConfig)

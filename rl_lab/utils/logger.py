@@ -10,14 +10,115 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rl_lab.utils.files import inside
-from rl_lab.utils.jsonl import JsonlWriter
-from rl_lab.utils.media import film, picture, save_image, save_video
-from rl_lab.utils.metrics import PREFIXES, prefixed
-from rl_lab.utils.tensorboard_writer import TensorBoardWriter
-from rl_lab.utils.wandb_writer import WandbWriter
+import numpy as np
 
-__all__ = ["PREFIXES", "ExperimentLogger", "prefixed"]
+from rl_lab.errors import ConfigError, MissingPackageError, closest
+from rl_lab.utils.files import JsonlWriter, inside
+from rl_lab.utils.install import install_line
+from rl_lab.utils.media import film, gif, picture, png, save_image, save_video
+
+# --------------------
+# TensorBoard event files, written with the `tensorboard` package alone.
+
+
+class TensorBoardWriter:
+    """Scalars (one event per call, however many), images, animations and text.
+
+    resume_step: hide what an earlier process logged after that step. Animations are GIFs in image summaries,
+    which TensorBoard plays; its own video summary would need another package.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._event, self._summary = Event, Summary
+        self._writer: Any = EventFileWriter(str(folder), flush_secs=10)
+        if resume_step is not None:
+            # What was logged at the step itself came before its checkpoint: the purge begins after it.
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+
+    def scalars(self, metrics: Mapping[str, float], step: int) -> None:
+        values = [self._summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
+        self._add(values, step)
+
+    def image(self, name: str, image: np.ndarray, step: int) -> None:
+        """(H, W, 3) uint8."""
+        self._add_encoded(name, png(image), image.shape[0], image.shape[1], step)
+
+    def animation(self, name: str, frames: np.ndarray, step: int, fps: float) -> None:
+        """(T, H, W, 3) uint8."""
+        self._add_encoded(name, gif(frames, fps), frames.shape[1], frames.shape[2], step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+        metadata = create_summary_metadata(display_name=name, description="")
+        self._add([self._summary.Value(tag=name, tensor=tensor, metadata=metadata)], step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add_encoded(self, name: str, data: bytes, height: int, width: int, step: int) -> None:
+        image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data)
+        self._add([self._summary.Value(tag=name, image=image)], step)
+
+    def _add(self, values: list[Any], step: int) -> None:
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        )
+
+
+# --------------------
+# Weights & Biases, only when asked for.
+
+
+MODES = ("online", "offline", "disabled")
+ID_FILE = "wandb_id.txt"  # so that a resumed run goes on in the same place
+
+
+class WandbWriter:
+    """Sends the scalars and videos that the other outputs get. `options` go to `wandb.init`."""
+
+    def __init__(self, run_dir: Path, mode: str, options: Mapping[str, Any]) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"wandb.mode cannot be '{mode}'.{closest(mode, MODES)}")
+        try:
+            import wandb
+        except ImportError:
+            raise MissingPackageError(
+                f"wandb.mode={mode} needs the package wandb: {install_line('track')}, or set wandb.mode=disabled"
+            ) from None
+        self._wandb = wandb
+        id_file = run_dir / ID_FILE
+        known = id_file.read_text().strip() if id_file.is_file() else None
+        settings = {key: value for key, value in options.items() if value is not None}
+        settings.setdefault("id", known)
+        self._run = wandb.init(dir=str(run_dir), mode=mode, resume="allow", **settings)
+        id_file.write_text(f"{self._run.id}\n")
+
+    def scalars(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def image(self, name: str, image: Any, step: int) -> None:
+        self._run.log({name: self._wandb.Image(image)}, step=step)
+
+    def video(self, name: str, file: Path, step: int) -> None:
+        self._run.log({name: self._wandb.Video(str(file))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class ExperimentLogger:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.episodes import EpisodeBuffer
+from rl_lab.buffers.episodes.buffer import EpisodeBuffer
 from rl_lab.records import ArraySpec, Batch, BatchSpec
 
 COLUMNS = {

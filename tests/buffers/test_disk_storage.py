@@ -14,7 +14,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from rl_lab.buffers.replay import ReplayBuffer
-from rl_lab.compose import CONFIG_FOLDER, compose_config
+from rl_lab.config.checks import CONFIG_FOLDER
+from rl_lab.config.compose import compose_config
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import ArraySpec, Batch, BatchSpec
 

@@ -17,12 +17,12 @@ from episode_reference import COLUMNS, add_episodes, episode_buffer, everything,
 from same_run import assert_same, stopped_at
 
 import rl_lab
-from rl_lab.buffers import episode_checkpoint
-from rl_lab.buffers.episodes import EpisodeBuffer
+from rl_lab.buffers.episodes import checkpoint as episode_checkpoint
+from rl_lab.buffers.episodes.buffer import EpisodeBuffer
 from rl_lab.errors import CheckpointError
 from rl_lab.records import ArraySpec, BatchSpec
 from rl_lab.training import resume
-from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 
 SPECS = [
     BatchSpec(size=4, length=5, context=1, sampler="online"),

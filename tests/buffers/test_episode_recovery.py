@@ -19,8 +19,8 @@ from episode_reference import add_episodes, episode_buffer, everything, rows_of,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_lab.buffers.episode_records import Episode, pack, read_log
-from rl_lab.buffers.episodes import EpisodeBuffer
+from rl_lab.buffers.episodes.buffer import EpisodeBuffer
+from rl_lab.buffers.episodes.table import Episode, pack, read_log
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import BatchSpec
 
@@ -214,7 +214,7 @@ def test_what_a_kill_between_two_steps_leaves_is_tidied(tmp_path: Path) -> None:
 
 
 def test_the_index_does_not_grow_with_what_is_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_lab.buffers.episode_store.SPARE_RECORDS", 20)
+    monkeypatch.setattr("rl_lab.buffers.episodes.store.SPARE_RECORDS", 20)
     buffer = episode_buffer(tmp_path, num_streams=1, capacity=40)
     for _ in range(30):
         add_episodes(buffer, [4] * 10)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from episode_reference import add_episodes, episode_buffer, seeded
 
-from rl_lab.buffers.episode_priorities import EndsSampler, EpisodeCountSampler
-from rl_lab.buffers.episodes import EpisodeBuffer
+from rl_lab.buffers.episodes.buffer import EpisodeBuffer
+from rl_lab.buffers.episodes.samplers import EndsSampler, EpisodeCountSampler
 from rl_lab.errors import ConfigError
 from rl_lab.records import BatchSpec
 

@@ -14,13 +14,13 @@ from episode_reference import COLUMNS, add_episodes, episode_buffer, everything,
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from rl_lab.buffers import compression
-from rl_lab.buffers.block_cache import size_of
-from rl_lab.buffers.episodes import EpisodeBuffer
+from rl_lab.buffers.batches import BatchStream
+from rl_lab.buffers.episodes import recovery as compression
+from rl_lab.buffers.episodes.buffer import EpisodeBuffer
+from rl_lab.buffers.episodes.reader import size_of
 from rl_lab.buffers.mix import BufferMix
 from rl_lab.buffers.replay import ReplayBuffer
-from rl_lab.buffers.stream import BatchStream
-from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import ConfigError, LabError, MissingPackageError, RunLockedError
 from rl_lab.records import ArraySpec, BatchSpec, RowIndex
 from rl_lab.utils.install import install_line

@@ -11,7 +11,7 @@ from episode_reference import add_episodes, episode_buffer, seeded
 from test_prioritized import extend, prioritized
 from test_replay_gpu import no_host_sync
 
-from rl_lab.buffers.stream import BatchStream
+from rl_lab.buffers.batches import BatchStream
 from rl_lab.records import BatchSpec
 
 pytestmark = [

@@ -14,10 +14,11 @@ from buffer_helpers import seeded
 import rl_lab
 from rl_lab.buffers.offline import OfflineBuffer, episode_returns
 from rl_lab.buffers.replay import ReplayBuffer
-from rl_lab.compose import CONFIG_FOLDER, compose_config
+from rl_lab.config.checks import CONFIG_FOLDER
+from rl_lab.config.compose import compose_config
 from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, Spec
-from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.files import read_json
 
 SPEC = Spec("toy", {"vector": ArraySpec((2,), "float32")}, ActionSpec("discrete", (), choices=(3,)))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_lab.buffers.plain import PlainDoor
 from rl_lab.buffers.replay import ReplayBuffer
+from rl_lab.buffers.trajectory import PlainDoor
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, Spec
 

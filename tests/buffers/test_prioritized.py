@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rl_lab.buffers.priorities import RunningSum, SumTree
-from rl_lab.buffers.prioritized import PrioritizedReplay, PrioritizedSampler
-from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.buffers.prioritized import PrioritizedReplay, PrioritizedSampler, RunningSum, SumTree
+from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import ConfigError
 from rl_lab.records import ArraySpec, BatchSpec
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from buffer_helpers import counter_buffer, counter_rows, extend, seeded
 
+from rl_lab.buffers.batches import BatchStream
 from rl_lab.buffers.mix import BufferMix
 from rl_lab.buffers.replay import ReplayBuffer
-from rl_lab.buffers.stream import BatchStream
 from rl_lab.records import Batch, BatchSpec
 
 pytestmark = [

@@ -15,10 +15,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import rl_lab
-from rl_lab.buffers.episodes import EpisodeBuffer
+from rl_lab.buffers.episodes.buffer import EpisodeBuffer, StoredEpisodes
 from rl_lab.buffers.offline import OfflineBuffer
-from rl_lab.buffers.stored_episodes import StoredEpisodes
-from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, Spec
 from rl_lab.training import resume
@@ -76,7 +75,7 @@ def test_a_folder_of_a_buffer_as_offline_data(tmp_path: Path) -> None:
 
 def test_a_checkpoint_brings_the_open_episodes_too(tmp_path: Path) -> None:
     source = write(tmp_path / "run" / "buffers" / "replay")
-    from rl_lab.utils.checkpoint import CheckpointManager
+    from rl_lab.utils.checkpoint.manager import CheckpointManager
 
     manager = CheckpointManager(tmp_path / "run" / "checkpoints")
     manager.save(25, {"global_step": 25}, {"replay": source})

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from rl_lab.components.nn.block_gru import BlockGRU
+from rl_lab.components.representation_learners.rssm import BlockGRU
 
 
 def sigmoid(x):

@@ -2,10 +2,9 @@ import pytest
 import torch
 
 from rl_lab.components.nn.symlog import symlog
-from rl_lab.components.representation_learners.decoder import DictDecoder
-from rl_lab.components.representation_learners.dict_encoder import DictEncoder, dict_embed_dim
+from rl_lab.components.representation_learners.decoders import DictDecoder
+from rl_lab.components.representation_learners.encoders import DictEncoder, MLPEncoder, dict_embed_dim
 from rl_lab.components.representation_learners.identity import IdentityRepresentation
-from rl_lab.components.representation_learners.mlp_encoder import MLPEncoder
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 

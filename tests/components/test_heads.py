@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from rl_lab.components.controllers.dreamer import DreamerActorController
-from rl_lab.components.nn.frozen_mlp import FrozenMLP
 from rl_lab.components.nn.heads import ContinueHead, TwoHotHead
-from rl_lab.components.nn.mlp import MLP
+from rl_lab.components.nn.mlp import MLP, FrozenMLP
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
 SPEC = Spec("heads", {"x": ArraySpec((3,), "float32")}, ActionSpec("continuous", (2,)))

@@ -4,23 +4,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_lab.components.nn.cast_copy import CastCopy
 from rl_lab.components.nn.ensemble import EnsembleMLP
-from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.fast_path import compiling, fast_path
+from rl_lab.components.nn.heads import TerminationHead
 from rl_lab.components.nn.kernels.norm_activate import fused_norm_activate
 from rl_lab.components.nn.kernels.two_hot_return import two_hot_return
-from rl_lab.components.nn.latent_heads import TerminationHead
 from rl_lab.components.nn.normed_mlp import Layer, NormedMLP, activate, pad_to
-from rl_lab.components.nn.random_shift import random_shift
-from rl_lab.components.nn.regional_compile import compiling
-from rl_lab.components.nn.running_scale import RunningScale
-from rl_lab.components.nn.symlog_two_hot import SymlogTwoHot
-from rl_lab.components.nn.task_embedding import TaskEmbedding
-from rl_lab.components.representation_learners.latent_encoder import LatentEncoder
-from rl_lab.components.representation_learners.latent_image_encoder import LatentImageEncoder
+from rl_lab.components.nn.two_hot import SymlogTwoHot
+from rl_lab.components.representation_learners.latent_encoders import (
+    LatentEncoder,
+    LatentImageEncoder,
+    TaskEmbedding,
+    random_shift,
+)
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 from rl_lab.utils.tensor_float import tensor_float
+from rl_lab.workflows.tdmpc.losses import RunningScale
+from rl_lab.workflows.tdmpc.planning_model import CastCopy
 
 ACTION = ActionSpec("continuous", (2,))
 

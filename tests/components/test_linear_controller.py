@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from rl_lab.components.controllers.explorer import Explorer
 from rl_lab.components.controllers.linear_controller import LinearController
+from rl_lab.components.controllers.random_policy import Explorer
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 

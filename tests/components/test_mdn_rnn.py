@@ -3,9 +3,7 @@ import math
 import pytest
 import torch
 
-from rl_lab.components.dynamics.mdn_rnn import MDNRNN
-from rl_lab.components.nn.lstm import LSTM
-from rl_lab.components.nn.mixture import Mixture
+from rl_lab.components.dynamics.mdn_rnn import LSTM, MDNRNN, Mixture
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
 CONTINUOUS = ActionSpec("continuous", (3,), low=(-1.0, 0.0, 0.0), high=(1.0, 1.0, 1.0))

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from rl_lab.components.controllers.action_search import CategoricalSearch, NormalSearch
 from rl_lab.components.controllers.mpc_planner import (
+    CategoricalSearch,
     MPCPlanner,
+    NormalSearch,
     discount_weights,
     elite_weights,
     repeat,

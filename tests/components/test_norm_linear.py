@@ -3,10 +3,7 @@ import math
 import pytest
 import torch
 
-from rl_lab.components.nn.init import TRUNCATION, truncated_normal_
-from rl_lab.components.nn.linear import BlockLinear, Linear
-from rl_lab.components.nn.mlp import MLP
-from rl_lab.components.nn.norm import RMSNorm
+from rl_lab.components.nn.mlp import MLP, TRUNCATION, BlockLinear, Linear, RMSNorm, truncated_normal_
 from rl_lab.components.nn.symlog import symexp, symlog
 from rl_lab.errors import ConfigError
 

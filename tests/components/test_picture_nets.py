@@ -7,17 +7,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rl_lab.components.controllers.recurrent_actor_critic import RecurrentActorCritic
+from rl_lab.components.controllers.recurrent_actor_critic import (
+    PoolTrunk,
+    RecurrentActorCritic,
+    ResidualTrunk,
+)
 from rl_lab.components.nn.categorical import sample_index
-from rl_lab.components.nn.fast_path import fast_path
-from rl_lab.components.nn.frame_trunks import PoolTrunk, ResidualTrunk
+from rl_lab.components.nn.fast_path import Aside, fast_path
 from rl_lab.components.nn.kernels.double_picture import double_picture
 from rl_lab.components.nn.kernels.group_norm_silu import fused_group_norm
 from rl_lab.components.nn.kernels.sample_logits import sample_logits
 from rl_lab.components.nn.residual_conv import Double, Halve, ImageAttention, PictureNet, ResidualConv
-from rl_lab.components.nn.side_stream import Aside
-from rl_lab.components.representation_learners.frame_convnet import FrameDecoder, FrameEncoder
-from rl_lab.components.representation_learners.iris_convnet import IrisDecoder, IrisEncoder
+from rl_lab.components.representation_learners.delta_tokenizer import FrameDecoder, FrameEncoder
+from rl_lab.components.representation_learners.tokenizer import IrisDecoder, IrisEncoder
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
 SPEC = Spec("pictures", {"image": ArraySpec((3, 16, 16), "uint8")}, ActionSpec("discrete", (), (3,)))

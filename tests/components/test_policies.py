@@ -3,8 +3,7 @@ import torch
 
 from rl_lab.components.controllers.dreamer import DreamerActorController
 from rl_lab.components.controllers.random_policy import RandomPolicyController
-from rl_lab.components.nn.action_encoder import ActionEncoder
-from rl_lab.components.nn.policies import make_policy
+from rl_lab.components.nn.actions import ActionEncoder, make_policy
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
 
 DISCRETE = ActionSpec("discrete", (), (3,))

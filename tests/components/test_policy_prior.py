@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_lab.components.controllers.policy_prior import CategoricalPrior, DeterministicPrior, GaussianPrior
+from rl_lab.components.controllers.tdmpc import CategoricalPrior, DeterministicPrior, GaussianPrior
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rl_lab.components.nn.ema_quantizer import EMAQuantizer
-from rl_lab.components.nn.fsq import FSQ
-from rl_lab.components.nn.quantizer import entropy_bits
-from rl_lab.components.nn.vector_quantizer import VectorQuantizer
+from rl_lab.components.nn.quantizers import FSQ, EMAQuantizer, VectorQuantizer, entropy_bits
 from rl_lab.errors import ConfigError
 
 QUANTIZERS = {

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from rl_lab.components.controllers.dreamer import DreamerCriticController
-from rl_lab.components.nn.return_normalizer import ReturnNormalizer
-from rl_lab.components.nn.slow_copy import SlowCopy
+from rl_lab.components.nn.moving_averages import ReturnNormalizer, SlowCopy
 
 
 def test_percentiles_move_slowly_from_zero_by_hand():

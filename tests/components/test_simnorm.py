@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_lab.components.nn.normed_mlp import NormedMLP, parse_layer
-from rl_lab.components.nn.simnorm import SimNorm, simnorm
+from rl_lab.components.nn.normed_mlp import NormedMLP, SimNorm, parse_layer, simnorm
 from rl_lab.errors import ConfigError
 
 

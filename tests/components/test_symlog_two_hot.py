@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_lab.components.nn.symlog import symexp, symlog
-from rl_lab.components.nn.symlog_two_hot import SquaredError, SymlogTwoHot, make_regression
+from rl_lab.components.nn.two_hot import SquaredError, SymlogTwoHot, make_regression
 from rl_lab.errors import ConfigError
 
 

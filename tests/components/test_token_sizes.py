@@ -7,15 +7,16 @@ from functools import partial
 import pytest
 from torch import nn
 
-from rl_lab.components.controllers.recurrent_actor_critic import RecurrentActorCritic
-from rl_lab.components.dynamics.delta_token_model import DeltaTokenModel
-from rl_lab.components.dynamics.frame_token_model import FrameTokenModel
-from rl_lab.components.nn.ema_quantizer import EMAQuantizer
-from rl_lab.components.nn.frame_trunks import PoolTrunk, ResidualTrunk
+from rl_lab.components.controllers.recurrent_actor_critic import (
+    PoolTrunk,
+    RecurrentActorCritic,
+    ResidualTrunk,
+)
+from rl_lab.components.dynamics.token_world_model import DeltaTokenModel, FrameTokenModel
+from rl_lab.components.nn.quantizers import EMAQuantizer, VectorQuantizer
 from rl_lab.components.nn.transformer import Transformer
-from rl_lab.components.nn.vector_quantizer import VectorQuantizer
 from rl_lab.components.representation_learners.delta_tokenizer import DeltaTokenizer
-from rl_lab.components.representation_learners.frame_tokenizer import FrameTokenizer
+from rl_lab.components.representation_learners.tokenizer import FrameTokenizer
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
 

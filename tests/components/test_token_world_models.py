@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rl_lab.components.dynamics.delta_token_model import DeltaTokenModel
-from rl_lab.components.dynamics.frame_token_model import FrameTokenModel
-from rl_lab.components.dynamics.gru_backbone import GRUBackbone
+from rl_lab.components.dynamics.sequence_backbone import GRUBackbone
+from rl_lab.components.dynamics.token_world_model import DeltaTokenModel, FrameTokenModel
 from rl_lab.components.nn.transformer import Transformer
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec

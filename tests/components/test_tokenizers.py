@@ -6,20 +6,24 @@ import pytest
 import torch
 from torch import nn
 
-from rl_lab.components.nn.ema_quantizer import EMAQuantizer
 from rl_lab.components.nn.fast_path import fast_path
-from rl_lab.components.nn.perceptual import Perceptual
-from rl_lab.components.nn.reconstruction_losses import (
+from rl_lab.components.nn.losses import (
     AbsoluteError,
+    Perceptual,
     SquaredPixelError,
     WorstPixel,
     weighted_losses,
 )
+from rl_lab.components.nn.quantizers import EMAQuantizer, VectorQuantizer
 from rl_lab.components.nn.residual_conv import PictureNorm, ResidualConv
-from rl_lab.components.nn.vector_quantizer import VectorQuantizer
 from rl_lab.components.representation_learners.delta_tokenizer import DeltaTokenizer
-from rl_lab.components.representation_learners.frame_tokenizer import FrameTokenizer
-from rl_lab.components.representation_learners.tokenizer import frame_key, rounded, to_frames, to_pixels
+from rl_lab.components.representation_learners.tokenizer import (
+    FrameTokenizer,
+    frame_key,
+    rounded,
+    to_frames,
+    to_pixels,
+)
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
 

@@ -2,9 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from rl_lab.components.nn.guard import NonFiniteGuard
 from rl_lab.components.nn.optim import LaProp
-from rl_lab.components.nn.training_step import find_gradients, optimizer_step
+from rl_lab.components.nn.training_step import NonFiniteGuard, find_gradients, optimizer_step
 
 
 def case(make_optimizer):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_lab.components.dynamics.gru_backbone import GRUBackbone
-from rl_lab.components.dynamics.sequence_backbone import copy_state
-from rl_lab.components.nn.seeded_dropout import seeded_dropout, seeded_uniform
-from rl_lab.components.nn.transformer import Transformer
+from rl_lab.components.dynamics.sequence_backbone import GRUBackbone, copy_state
+from rl_lab.components.nn.transformer import Transformer, seeded_dropout, seeded_uniform
 from rl_lab.errors import ConfigError
 
 B, T, D = 3, 9, 8

@@ -11,8 +11,7 @@ from rl_lab.components.nn.kernels.causal_attention import causal_attention
 from rl_lab.components.nn.kernels.dropout import kept
 from rl_lab.components.nn.kernels.residual_norm import residual_norm
 from rl_lab.components.nn.precision import autocast
-from rl_lab.components.nn.seeded_dropout import causal_softmax_dropout, seed_word
-from rl_lab.components.nn.transformer import FROZEN, Transformer
+from rl_lab.components.nn.transformer import FROZEN, Transformer, causal_softmax_dropout, seed_word
 
 B, T, D, HEADS = 3, 11, 16, 2
 TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 0.06, "rtol": 0.06}}

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from rl_lab.compose import compose_config
+from rl_lab.config.compose import compose_config
 from rl_lab.environments import env_config_options, make_env
-from rl_lab.environments.aliases import canonical, with_suite
+from rl_lab.environments.make import canonical, with_suite
 from rl_lab.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("ale_py", reason="extra: atari")
 
 from rl_lab.environments import make_env, probe_spec
-from rl_lab.environments.atari_env import AtariEnv
+from rl_lab.environments.suites.atari import AtariEnv
 from rl_lab.errors import ConfigError
 from rl_lab.records import ArraySpec
 

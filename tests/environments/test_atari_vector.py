@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("ale_py", reason="extra: atari")
 
-from rl_lab.environments.atari_env import AtariEnv
+from rl_lab.environments.suites.atari import AtariEnv
 
 NATIVE = (210, 160)
 

@@ -6,7 +6,8 @@ import pytest
 pytest.importorskip("Box2D", reason="extra: box2d")
 pytest.importorskip("envpool", reason="extra: envpool, 750 MB, so not among those of the tests")
 
-from rl_lab.environments import carracing, make_env
+from rl_lab.environments import make_env
+from rl_lab.environments.suites import carracing
 from rl_lab.errors import ConfigError
 
 FIELD = np.array([102, 204, 102])  # the ground's colour

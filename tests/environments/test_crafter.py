@@ -4,7 +4,7 @@ import pytest
 pytest.importorskip("crafter", reason="extra: crafter")
 
 from rl_lab.environments import make_env, probe_spec
-from rl_lab.environments.crafter import ACHIEVEMENT, CrafterEnv, crafter_score
+from rl_lab.environments.suites.crafter import ACHIEVEMENT, CrafterEnv, crafter_score
 from rl_lab.errors import ConfigError
 
 SMALL = {"area": 16}  # making a whole world takes a second

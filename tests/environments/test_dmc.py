@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("dm_control", reason="extra: dmc")
 
-from rl_lab.environments import dmc, make_env, probe_spec
+from rl_lab.environments import make_env, probe_spec
 from rl_lab.environments.rendering import choose_renderer
+from rl_lab.environments.suites import dmc
 from rl_lab.errors import ConfigError
 from rl_lab.records import ArraySpec
 

@@ -5,8 +5,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from rl_lab.environments import make_env
-from rl_lab.environments.dummy import MISTAKES, TASKS, make, tasks
 from rl_lab.environments.make import EnvFactory
+from rl_lab.environments.suites.dummy import MISTAKES, TASKS, make, tasks
 from rl_lab.errors import ConfigError
 
 
@@ -16,7 +16,8 @@ def test_passes_gymnasiums_checks_bare_and_wrapped(task):
         warnings.simplefilter("ignore")  # bounds at infinity, no `spec`: remarks, not faults
         check_env(make(task, render=True), skip_render_check=True)
         check_env(
-            EnvFactory(f"dummy/{task}", "rl_lab.environments.dummy", task)(True), skip_render_check=True
+            EnvFactory(f"dummy/{task}", "rl_lab.environments.suites.dummy", task)(True),
+            skip_render_check=True,
         )
 
 

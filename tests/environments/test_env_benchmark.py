@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from rl_lab.environments import make_env
-from rl_lab.environments.worker import episode_seed
+from rl_lab.environments.env_runner import episode_seed
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 from rl_lab.tools.bench import load_benchmark
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl_lab.environments.history import FIRST_CAPACITY, ActionHistory
+from rl_lab.environments.vector import FIRST_CAPACITY, ActionHistory
 from rl_lab.records import ActionSpec
 
 DISCRETE = ActionSpec("discrete", (), choices=(3,))

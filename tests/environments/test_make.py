@@ -169,7 +169,7 @@ def test_a_module_of_no_extra_is_not_taken_for_a_package(extra, tmp_path, monkey
 
 def test_another_packages_suite_and_an_adapter_with_its_own_wrapping(tmp_path, monkeypatch):
     (tmp_path / "their_suite.py").write_text(
-        "from rl_lab.environments.dummy import Count\n"
+        "from rl_lab.environments.suites.dummy import Count\n"
         "HANDLES = {'action_repeat'}\n"
         "def make(task, *, render, action_repeat, **options):\n"
         "    env = Count(**options)\n"

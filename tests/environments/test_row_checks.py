@@ -7,11 +7,9 @@ import pytest
 import sample_envs
 
 from rl_lab.environments import make_env
+from rl_lab.environments.env_runner import EnvRunner, StepArrays
 from rl_lab.environments.make import env_factory
-from rl_lab.environments.row_checks import UnusableRow, finite_number, flag, shaped_array, whole_array
-from rl_lab.environments.shared import StepArrays
-from rl_lab.environments.spec import spec_of
-from rl_lab.environments.worker import EnvRunner
+from rl_lab.environments.spec import UnusableRow, finite_number, flag, shaped_array, spec_of, whole_array
 from rl_lab.environments.wrappers import ActionRepeat
 from rl_lab.errors import ConfigError, EnvironmentFaultError, LabError
 

@@ -7,7 +7,7 @@ import pytest
 from suite_cases import PACKAGES
 
 import rl_lab.configs
-from rl_lab.compose import compose_config
+from rl_lab.config.compose import compose_config
 from rl_lab.environments import env_config_options, make_env
 
 FOLDER = Path(rl_lab.configs.__file__).parent / "environment"
@@ -78,7 +78,7 @@ def test_a_longer_limit_replaces_the_registered_one_behind_a_suites_own_wrappers
     pytest.importorskip("Box2D", reason="extra: box2d")
     import gymnasium
 
-    from rl_lab.environments import carracing
+    from rl_lab.environments.suites import carracing
     from rl_lab.environments.wrappers import TimeLimit, without_time_limit
 
     env = carracing.make("continuous", crop=crop)

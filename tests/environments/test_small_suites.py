@@ -72,7 +72,7 @@ def test_carracing_crop_and_discrete():
 
 def test_minigrid_missions_are_words():
     pytest.importorskip("minigrid", reason="extra: minigrid")
-    from rl_lab.environments.minigrid import WORDS, read_mission
+    from rl_lab.environments.suites.minigrid import WORDS, read_mission
 
     assert sorted(set(WORDS)) == WORDS
     with make_env("minigrid/BabyAI-GoToObj-v0", 1, workers=0, mission=8) as env:
@@ -103,7 +103,7 @@ def test_minigrid_knows_every_word_of_its_missions():
 
     import gymnasium
 
-    from rl_lab.environments import minigrid
+    from rl_lab.environments.suites import minigrid
 
     unknown = set()
     for name in minigrid.tasks():

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from rl_lab.compose import compose_config
+from rl_lab.config.compose import compose_config
 from rl_lab.environments import env_config_options, make_env, probe_spec
-from rl_lab.environments.transforms import WRAPPERS
+from rl_lab.environments.wrappers import WRAPPERS
 from rl_lab.errors import ConfigError
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rl_lab.environments import env_config_options, make_env, video
+from rl_lab.environments import env_config_options, make_env
+from rl_lab.environments import rendering as video
 from rl_lab.errors import ConfigError
 
 imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="extra: video")

@@ -11,11 +11,16 @@ from gymnasium.utils.env_checker import check_env
 
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.build import assemble_workflow
-from rl_lab.compose import compose_config, resolve_config
-from rl_lab.environments.dream_starts import BufferStarts, EnvironmentStarts, EpisodeStarts
-from rl_lab.environments.dreams import Dreams
+from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.environments.make import make_env
-from rl_lab.environments.world_model_env import WorldModelEnv, WorldModelVectorEnv
+from rl_lab.environments.world_model_env import (
+    BufferStarts,
+    Dreams,
+    EnvironmentStarts,
+    EpisodeStarts,
+    WorldModelEnv,
+    WorldModelVectorEnv,
+)
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.records import Batch, Spec

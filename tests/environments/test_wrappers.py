@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rl_lab.environments.dummy import Count, DiscreteCue
+from rl_lab.environments.suites.dummy import Count, DiscreteCue
 from rl_lab.environments.wrappers import (
     ActionRepeat,
     DictObservation,

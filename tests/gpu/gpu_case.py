@@ -6,7 +6,7 @@ import tempfile
 from types import SimpleNamespace
 
 from rl_lab.build import Run, build_run, environment_spec
-from rl_lab.compose import compose_config, resolve_config
+from rl_lab.config.compose import compose_config, resolve_config
 
 PHASES = (
     "training.phases=[{name: data, duration_steps: 300, workflow_hooks: [collect]},"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_lab.components.nn.fast_path import fast_path
-from rl_lab.components.nn.side_stream import Aside
+from rl_lab.components.nn.fast_path import Aside, fast_path
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,7 @@ from kernel_case import EPS, HALF, agree, dtypes, on_gpu
 
 from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.kernels import cached_attention, causal_attention, residual_norm
-from rl_lab.components.nn.seeded_dropout import seed_word, seeded_dropout
-from rl_lab.components.nn.transformer import Transformer
+from rl_lab.components.nn.transformer import Transformer, seed_word, seeded_dropout
 
 pytestmark = pytest.mark.gpu
 

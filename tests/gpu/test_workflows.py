@@ -10,8 +10,8 @@ from gpu_case import assert_same_losses, built, losses
 from same_run import assert_same_run
 
 import rl_lab
+from rl_lab.orchestration.evolution import evaluate_population
 from rl_lab.orchestration.orchestrator import Orchestrator
-from rl_lab.orchestration.population import evaluate_population
 from rl_lab.training import resume
 
 pytestmark = pytest.mark.gpu

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rl_lab.errors import ConfigError
-from rl_lab.orchestration.cadence import Every, Ratio
+from rl_lab.orchestration.phases import Every, Ratio
 
 
 def test_every_fires_once_per_multiple_passed():

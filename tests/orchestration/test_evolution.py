@@ -8,9 +8,15 @@ from lane_env import STEPS, Lane
 
 from rl_lab.environments.make import make_env
 from rl_lab.errors import ConfigError
-from rl_lab.orchestration.evolution import Generations
-from rl_lab.orchestration.evolution_progress import EvolutionProgress
-from rl_lab.orchestration.population import Interrupted, Played, Rollout, evaluate_population, make_rollouts
+from rl_lab.orchestration.evolution import (
+    EvolutionProgress,
+    Generations,
+    Interrupted,
+    Played,
+    Rollout,
+    evaluate_population,
+    make_rollouts,
+)
 from rl_lab.records import EarlyStop
 
 

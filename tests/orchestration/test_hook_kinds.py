@@ -17,7 +17,7 @@ from rl_lab.orchestration.evolution import evaluate_population
 from rl_lab.orchestration.orchestrator import TRANSFORM_ROWS, Orchestrator
 from rl_lab.records import ArraySpec, BatchSpec, Hook, UpdateResult
 from rl_lab.training import resume
-from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.workflows.base import WorldModelWorkflow
 
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from rl_lab.errors import CheckpointError, LabError
-from rl_lab.orchestration.cadence import Every
-from rl_lab.orchestration.hook_runner import HookRunner
-from rl_lab.orchestration.orchestrator import Cadences, Orchestrator, Settings
+from rl_lab.orchestration.orchestrator import Orchestrator, Settings
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
-from rl_lab.orchestration.phases import HookInfo, parse_phases
+from rl_lab.orchestration.phases import Cadences, Every, HookInfo, parse_phases
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
+from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import CollectResult, Hook, UpdateResult
 
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from rl_lab.orchestration.stopping import stop_on_signals
+from rl_lab.orchestration.orchestrator import stop_on_signals
 
 
 def test_it_is_said_once_and_asked_every_time(capfd):

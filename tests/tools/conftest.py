@@ -23,7 +23,7 @@ def write_run(
     evaluations: int = 10,
     media: bool = True,
     environment: str = "task: CartPole-v1, num_envs: 4",
-    workflow: str = "rl_lab.workflows.dreamer.DreamerWorkflow",
+    workflow: str = "rl_lab.workflows.dreamer.workflow.DreamerWorkflow",
     level: float | None = None,  # the return that it ends with; None: by its name
 ) -> Path:
     """A run that learns: `lines` log lines, some evaluations, a torn last line, a GIF."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_lab.tools.curves import Curve, Metrics, combine, smooth, smoothing_window
+from rl_lab.tools.report.curves import Curve, Metrics, combine, smooth, smoothing_window
 
 
 def metrics_of(*rows: dict) -> Metrics:

@@ -10,8 +10,9 @@ import pytest
 from packaging.requirements import Requirement
 
 import rl_lab
-from rl_lab.tools import doctor, packages
-from rl_lab.tools.packages import Declared
+from rl_lab.tools import doctor
+from rl_lab.tools import doctor as packages
+from rl_lab.tools.doctor import Declared
 from rl_lab.utils.install import DISTRIBUTION, install_line
 
 ROOT = Path(rl_lab.__file__).resolve().parents[1]

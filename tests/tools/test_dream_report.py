@@ -19,10 +19,12 @@ from rl_lab.errors import LabError
 from rl_lab.records import Batch, Dreamed
 from rl_lab.run_folder import RunFolder
 from rl_lab.tools import statistics
-from rl_lab.tools.dream_episodes import Rows, cut_segments
-from rl_lab.tools.dream_errors import (
+from rl_lab.tools.dream_report.command import measure
+from rl_lab.tools.dream_report.errors import (
     SHARPEST,
+    Rows,
     curves,
+    cut_segments,
     ends_found,
     observation_errors,
     open_loop,
@@ -31,9 +33,7 @@ from rl_lab.tools.dream_errors import (
     ssim,
     worst,
 )
-from rl_lab.tools.dream_figures import draw_strips
-from rl_lab.tools.dream_page import content, worst_strips
-from rl_lab.tools.dream_report import measure
+from rl_lab.tools.dream_report.page import content, draw_strips, worst_strips
 
 CPU = torch.device("cpu")
 SIDE = 12

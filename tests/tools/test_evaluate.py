@@ -13,11 +13,19 @@ import pytest
 import rl_lab
 from rl_lab.cli import main
 from rl_lab.environments.make import env_factory
-from rl_lab.episode_tracker import Episode
 from rl_lab.errors import CheckpointError, ConfigError, LabError
-from rl_lab.tools.evaluate import evaluate_run, parse_changes
-from rl_lab.tools.evaluate_films import MOST_FRAMES, ActionNotes, Take, choose, play_again
-from rl_lab.tools.evaluate_scores import episode_lines, summary
+from rl_lab.records import Episode
+from rl_lab.tools.evaluate import (
+    MOST_FRAMES,
+    ActionNotes,
+    Take,
+    choose,
+    episode_lines,
+    evaluate_run,
+    parse_changes,
+    play_again,
+    summary,
+)
 from rl_lab.tools.published import Task
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
@@ -113,7 +121,7 @@ def test_an_episode_is_played_again_as_it_was():
 
 
 def test_what_cannot_be_rendered_is_filmed_as_the_agent_sees_it_or_said(monkeypatch):
-    from rl_lab.environments import dummy
+    from rl_lab.environments.suites import dummy
 
     monkeypatch.setattr(dummy.CueEnv, "render", lambda self: None)
     seen = play_again(env_factory("dummy/dict"), "dummy/dict", Take(0, 0, np.array([[0, 0]])), seed=1)
@@ -131,7 +139,7 @@ def test_long_episodes_are_cut_and_failures_are_said(monkeypatch):
 
 
 def test_sys_exit_in_a_film_ends_the_film_only(monkeypatch):
-    from rl_lab.environments import dummy
+    from rl_lab.environments.suites import dummy
 
     monkeypatch.setattr(dummy.CueEnv, "render", lambda self: sys.exit(0))
     monkeypatch.setattr(dummy.CueEnv, "close", lambda self: sys.exit(0), raising=False)

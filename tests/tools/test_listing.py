@@ -87,7 +87,7 @@ def test_a_suite_tells_all_its_tasks(capsys, monkeypatch) -> None:
 
 
 def listing_package(name: str):
-    from rl_lab.tools.packages import Package
+    from rl_lab.tools.doctor import Package
 
     return Package(name, None, "", False)
 

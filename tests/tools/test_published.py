@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl_lab.environments.atari import GAMES as ATARI_57
-from rl_lab.environments.atari100k import GAMES as ATARI_100K
-from rl_lab.environments.dmc import TASKS as DMC_TASKS
+from rl_lab.environments.suites.atari import GAMES as ATARI_57
+from rl_lab.environments.suites.atari100k import GAMES as ATARI_100K
+from rl_lab.environments.suites.dmc import TASKS as DMC_TASKS
 from rl_lab.tools import statistics
 from rl_lab.tools.published import Task, benchmarks, normalisation, published
 

@@ -13,10 +13,10 @@ from PIL import Image
 
 from rl_lab.errors import LabError
 from rl_lab.run_folder import RunFolder
-from rl_lab.tools import report
-from rl_lab.tools.report_page import LARGEST_EMBEDDED
-from rl_lab.tools.report_runs import config_differences, find_runs, load_runs, summarize
-from rl_lab.utils.manifest import CHECKPOINT_VERSION, write_manifest
+from rl_lab.tools.report import command as report
+from rl_lab.tools.report.page import LARGEST_EMBEDDED
+from rl_lab.tools.report.runs import config_differences, find_runs, load_runs, summarize
+from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION, write_manifest
 
 MakeRun = Callable[..., Path]
 
@@ -142,7 +142,7 @@ def test_large_media_are_linked_and_names_are_escaped(make_run: MakeRun) -> None
 
 
 def test_media_beyond_the_page_s_room_are_linked(make_run: MakeRun, monkeypatch) -> None:
-    from rl_lab.tools import report_page
+    from rl_lab.tools.report import page as report_page
 
     run = make_run(lines=5, media=False)
     folder = run / "media" / "recordings"

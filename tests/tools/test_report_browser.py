@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rl_lab.tools import report
-from rl_lab.tools.report_serve import LiveReport, Server
+from rl_lab.tools.report import command as report
+from rl_lab.tools.report.serve import LiveReport, Server
 from rl_lab.tools.web_access import WebAccess
 
 MakeRun = Callable[..., Path]

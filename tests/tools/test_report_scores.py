@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 from rl_lab.run_folder import RunFolder
-from rl_lab.tools import report
-from rl_lab.tools.curves import Metrics
 from rl_lab.tools.published import Task
-from rl_lab.tools.report_runs import RunData, load_runs
-from rl_lab.tools.report_scores import (
+from rl_lab.tools.report import command as report
+from rl_lab.tools.report.curves import Metrics
+from rl_lab.tools.report.runs import RunData, load_runs
+from rl_lab.tools.report.scores import (
     MethodScores,
     aggregate_table,
     final_score,

@@ -19,8 +19,9 @@ from broken_runs import BREAKAGES, break_run, write_short_metrics
 
 from rl_lab.errors import LabError
 from rl_lab.run_folder import RunFolder
-from rl_lab.tools import report_page, report_serve
-from rl_lab.tools.report_serve import LiveReport, Server, serve
+from rl_lab.tools.report import page as report_page
+from rl_lab.tools.report import serve as report_serve
+from rl_lab.tools.report.serve import LiveReport, Server, serve
 from rl_lab.tools.web_access import WebAccess
 
 MakeRun = Callable[..., Path]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from rl_lab.tools.table import plain_table, print_table
+from rl_lab.tools.terminal import plain_table, print_table
 
 ROWS = [("a", "1.5", "x" * 200), ("long name", "22", "[atari]")]
 

@@ -4,10 +4,9 @@ import io
 
 import pytest
 
-from rl_lab.tools import work_progress
+from rl_lab.tools import terminal as work_progress
 from rl_lab.tools.statistics import Interval
-from rl_lab.tools.words import bounds, count, duration, interval, number, short
-from rl_lab.tools.work_progress import WorkProgress
+from rl_lab.tools.terminal import WorkProgress, bounds, count, duration, interval, number, short
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from rl_lab.errors import CheckpointError
-from rl_lab.utils import checkpoint, files
-from rl_lab.utils.checkpoint import CHECKPOINT_VERSION, CheckpointManager
-from rl_lab.utils.manifest import read_manifest
+from rl_lab.utils import files
+from rl_lab.utils.checkpoint import manager as checkpoint
+from rl_lab.utils.checkpoint.manager import CheckpointManager
+from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION, read_manifest
 
 
 def state_of(step: int) -> dict:

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_lab.errors import CheckpointError, ConfigError
-from rl_lab.utils import manifest as manifest_module
-from rl_lab.utils.checkpoint import CheckpointManager, load_checkpoint, restore_buffers
+from rl_lab.utils.checkpoint import manifest as manifest_module
+from rl_lab.utils.checkpoint.loading import load_checkpoint, restore_buffers
+from rl_lab.utils.checkpoint.manager import CheckpointManager
+from rl_lab.utils.checkpoint.manifest import MIGRATIONS, write_manifest
 from rl_lab.utils.files import crc32_of
-from rl_lab.utils.manifest import MIGRATIONS, write_manifest
 
 
 def state_of(step: int) -> dict:

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 import rl_lab
 from rl_lab import make_env
 from rl_lab.errors import LabError
-from rl_lab.tools.packages import AUTHORS
+from rl_lab.tools.doctor import AUTHORS
 from rl_lab.utils import install
 from rl_lab.utils.install import DISTRIBUTION, FORMER_NAME, install_line
 
@@ -127,7 +127,7 @@ def open_window() -> None:
 
 
 def read_mp4() -> None:
-    from rl_lab.tools.play.source_episodes import read_film
+    from rl_lab.tools.play.sources import read_film
 
     read_film(Path("film.mp4"))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_lab.utils.jsonl import JsonlWriter, json_safe, read_jsonl
+from rl_lab.utils.files import JsonlWriter, json_safe, read_jsonl
 
 
 def strict(text: str):

@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 from rl_lab.errors import ConfigError, LabError, MissingPackageError
+from rl_lab.utils.files import read_jsonl
 from rl_lab.utils.install import install_line
-from rl_lab.utils.jsonl import read_jsonl
-from rl_lab.utils.logger import ExperimentLogger, prefixed
+from rl_lab.utils.logger import ExperimentLogger
+from rl_lab.utils.metrics import prefixed
 
 
 def events(folder):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rl_lab.errors import CheckpointError, ConfigError
-from rl_lab.utils.matching import SHOWN, load_matching, partial_load
+from rl_lab.utils.checkpoint.matching import SHOWN, load_matching, partial_load
 
 
 def parts(width: int = 3) -> dict[str, nn.Module]:

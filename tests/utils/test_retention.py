@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_lab.utils import retention
-from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.checkpoint import manager as retention
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 
 
 def state_of(step: int) -> dict:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rl_lab.errors import CheckpointError
-from rl_lab.utils.saveable import load_data, to_saveable
+from rl_lab.utils.checkpoint.saveable import load_data, to_saveable
 
 
 def round_trip(value):

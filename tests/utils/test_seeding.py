@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_lab.utils.saveable import to_saveable
+from rl_lab.utils.checkpoint.saveable import to_saveable
 from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
 
 

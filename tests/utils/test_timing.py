@@ -4,8 +4,8 @@ from time import perf_counter
 
 import pytest
 
-from rl_lab.utils import timing
-from rl_lab.utils.timing import Stopwatch
+from rl_lab.utils import metrics as timing
+from rl_lab.utils.metrics import Stopwatch
 
 
 @pytest.fixture

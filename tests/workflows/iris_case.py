@@ -9,7 +9,7 @@ import torch
 from random_rows import changed_parts as changed_parts
 
 from rl_lab.build import assemble_workflow
-from rl_lab.compose import compose_config, resolve_config
+from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
 
 SIDE = 16

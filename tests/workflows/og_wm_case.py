@@ -10,9 +10,10 @@ from random_rows import changed_parts as changed_parts
 from random_rows import random_columns
 
 from rl_lab.build import assemble_workflow
-from rl_lab.compose import CONFIG_FOLDER, register_resolvers
+from rl_lab.config.checks import CONFIG_FOLDER
+from rl_lab.config.compose import register_resolvers
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
-from rl_lab.workflows.og_wm import OriginalWorldModelsWorkflow
+from rl_lab.workflows.og_wm.workflow import OriginalWorldModelsWorkflow
 
 CAR = ActionSpec("continuous", (3,), low=(-1.0, 0.0, 0.0), high=(1.0, 1.0, 1.0))
 DISCRETE = ActionSpec("discrete", (), (2,))

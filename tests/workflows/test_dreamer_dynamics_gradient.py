@@ -21,7 +21,7 @@ from dreamer_case import (
 )
 
 from rl_lab.errors import ConfigError
-from rl_lab.workflows.dreamer import DreamerWorkflow
+from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 
 
 def make(gradient: str = "dynamics", **changes) -> DreamerWorkflow:

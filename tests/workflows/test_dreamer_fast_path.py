@@ -16,9 +16,9 @@ from dreamer_case import (
     vector_spec,
 )
 
-from rl_lab.components.nn import folded_conv
+from rl_lab.components.nn import conv as folded_conv
+from rl_lab.components.nn.conv import convolve, fold_weight, upsample_weight
 from rl_lab.components.nn.fast_path import fast, fast_path, resolve_fast_path
-from rl_lab.components.nn.folded_conv import convolve, fold_weight, upsample_weight
 from rl_lab.components.nn.kernels.images import fold, unfold
 from rl_lab.components.nn.kernels.recurrence import reverse_recurrence
 from rl_lab.errors import ConfigError

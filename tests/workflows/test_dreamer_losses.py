@@ -7,9 +7,9 @@ import torch
 from dreamer_case import make_batch, make_dreamer, run_hook
 
 from rl_lab.components.nn.categorical import unimix_probs
-from rl_lab.components.nn.return_normalizer import ReturnNormalizer
+from rl_lab.components.nn.moving_averages import ReturnNormalizer
 from rl_lab.components.return_computers.td_lambda import TDLambdaReturns
-from rl_lab.workflows.dreamer_losses import (
+from rl_lab.workflows.dreamer.losses import (
     actor_critic_losses,
     kl_losses,
     replay_value_loss,

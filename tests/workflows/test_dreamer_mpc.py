@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 import rl_lab
 from rl_lab.build import assemble_workflow
 from rl_lab.components.controllers.mpc_planner import discount_weights, trajectory_values
-from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.records import ActMode
 
 WORKFLOW = OmegaConf.load(CONFIG_FOLDER / "workflow/dreamer_mpc.yaml")

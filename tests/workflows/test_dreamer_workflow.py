@@ -16,9 +16,8 @@ from dreamer_case import (
 )
 from omegaconf import OmegaConf
 
-from rl_lab.compose import CONFIG_FOLDER
-from rl_lab.environments.dreams import Dreams
-from rl_lab.environments.world_model_env import WorldModelEnv
+from rl_lab.config.checks import CONFIG_FOLDER
+from rl_lab.environments.world_model_env import Dreams, WorldModelEnv
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, Batch, Spec
 
@@ -288,7 +287,7 @@ def test_helpful_messages():
 
 
 def test_settings_name_what_the_config_lacks():
-    from rl_lab.workflows.dreamer_settings import DreamerSettings
+    from rl_lab.workflows.dreamer.settings import DreamerSettings
 
     algorithm = dict(dreamer_config().algorithm)
     del algorithm["free_nats"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_lab.records import Imagined
-from rl_lab.workflows.imagined_report import DIM, imagined_report
+from rl_lab.workflows.base import DIM, imagined_report
 
 
 def dream(cont: list[list[float]]) -> Imagined:

@@ -20,12 +20,12 @@ from iris_case import (
     weights,
 )
 
-from rl_lab.components.controllers.token_imagination import imagine
 from rl_lab.components.dynamics.sequence_backbone import copy_state
-from rl_lab.components.nn.micro_batches import accumulated
-from rl_lab.components.nn.weight_decay import decayed_adamw
+from rl_lab.components.nn.optim import decayed_adamw
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, Batch
+from rl_lab.workflows.iris.policy_loss import imagine
+from rl_lab.workflows.iris.workflow import accumulated
 
 HOOKS = {f"update_{name}": name for name in PARTS}
 

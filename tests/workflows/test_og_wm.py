@@ -15,10 +15,10 @@ from og_wm_case import (
     weights,
 )
 
-from rl_lab.compose import compose_config, resolve_config
+from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, Batch, EarlyStop
-from rl_lab.workflows.og_wm_settings import WorldModelsSettings
+from rl_lab.workflows.og_wm.settings import WorldModelsSettings
 
 ACTIONS = pytest.mark.parametrize("action", [CAR, DISCRETE, MULTI], ids=lambda a: a.kind)
 
@@ -69,7 +69,7 @@ def test_encode_is_pure_and_works_in_parts(monkeypatch):
     workflow = make_workflow()
     batch = make_batch(workflow, 3, 5)
     whole = workflow.hooks()["encode"].step(batch)
-    monkeypatch.setattr("rl_lab.workflows.og_wm.ENCODED_AT_ONCE", 4)
+    monkeypatch.setattr("rl_lab.workflows.og_wm.workflow.ENCODED_AT_ONCE", 4)
     parts = workflow.hooks()["encode"].step(batch)
     latent = workflow.vae.observe(batch.obs)
     for key in ("mu", "logvar"):

@@ -15,7 +15,7 @@ from rl_lab.orchestration import evolution
 from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.tools.evaluate import evaluate_run
 from rl_lab.training import resume
-from rl_lab.utils.checkpoint import CheckpointManager
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from same_run import assert_same_run

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 import rl_lab
 from rl_lab.build import assemble_workflow
-from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import ConfigError
 
 TDMPC = OmegaConf.load(CONFIG_FOLDER / "optimizers/tdmpc.yaml")

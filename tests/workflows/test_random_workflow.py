@@ -3,7 +3,7 @@ from dreamer_case import CONTINUOUS, vector_spec
 from omegaconf import OmegaConf
 
 from rl_lab.build import instantiate
-from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.records import ActMode
 from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
 from rl_lab.workflows.controllers import ControllerManager

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from tdmpc_case import composed
 
 import rl_lab
-from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.tools.bench import run_benchmark
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms" / "tdmpc.md"

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rl_lab.errors import ConfigError
-from rl_lab.workflows.tdmpc_losses import over_time, policy_loss, td_target, total_loss
-from rl_lab.workflows.tdmpc_settings import PlanSchedule, TDMPCSettings, discount_for
+from rl_lab.workflows.tdmpc.losses import over_time, policy_loss, td_target, total_loss
+from rl_lab.workflows.tdmpc.settings import PlanSchedule, TDMPCSettings, discount_for
 
 
 def test_td_target_by_hand():

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from tdmpc_case import tdmpc_config
 
 from rl_lab.build import instantiate
-from rl_lab.compose import CONFIG_FOLDER
+from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
 # nicklashansen/tdmpc2 common/__init__.py: enc_dim, mlp_dim, latent_dim, enc layers, num_q; millions of parameters for

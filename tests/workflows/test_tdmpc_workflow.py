@@ -18,7 +18,7 @@ from tdmpc_case import (
 
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, Batch
-from rl_lab.workflows.tdmpc_losses import td_target
+from rl_lab.workflows.tdmpc.losses import td_target
 
 MODEL = {"encoder", "dynamics", "reward_head", "critic"}
 

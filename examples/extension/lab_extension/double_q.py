@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from rl_lab.components.nn.guard import NonFiniteGuard
-from rl_lab.components.nn.training_step import optimizer_step
+from rl_lab.components.nn.training_step import NonFiniteGuard, optimizer_step
 from rl_lab.records import ActMode, Batch, BatchSpec, Hook, UpdateResult
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext

@@ -7,12 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rl_lab.components.nn.frozen_mlp import FrozenMLP
+from rl_lab.components.nn.actions import make_policy
 from rl_lab.components.nn.heads import TwoHotHead
-from rl_lab.components.nn.mlp import MLP
-from rl_lab.components.nn.policies import make_policy
-from rl_lab.components.nn.return_normalizer import ReturnNormalizer
-from rl_lab.components.nn.slow_copy import SlowCopy
+from rl_lab.components.nn.mlp import MLP, FrozenMLP
+from rl_lab.components.nn.moving_averages import ReturnNormalizer, SlowCopy
 from rl_lab.errors import ConfigError, require_choice
 from rl_lab.records import ActMode, NoiseSpec, Spec
 

@@ -6,16 +6,109 @@ reward (as in ctallec/world-models) and for the episode's end (as in the origina
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.nn.action_encoder import ActionEncoder
-from rl_lab.components.nn.lstm import LSTM, State
-from rl_lab.components.nn.mixture import Mixture
+from rl_lab.components.nn.actions import ActionEncoder
 from rl_lab.records import Spec
+
+# --------------------
+# An LSTM layer as TensorFlow's basic cell has it: one bias, and a forget gate that starts open.
+
+
+State = dict[str, torch.Tensor]  # h, c: (N, units)
+
+
+class LSTM(nn.LSTM):
+    """One layer, batch first. torch's second bias is a buffer of zeros: it would add nothing but parameters.
+
+    The fused call (cuDNN on a GPU) takes whole sequences; `step` is one step of the same weights.
+    """
+
+    weight_ih_l0: torch.Tensor
+    weight_hh_l0: torch.Tensor
+    bias_ih_l0: torch.Tensor
+    bias_hh_l0: torch.Tensor
+
+    def __init__(self, inputs: int, units: int) -> None:
+        super().__init__(inputs, units, batch_first=True)
+        zeros = torch.zeros_like(self.bias_hh_l0)
+        del self.bias_hh_l0
+        self.register_buffer("bias_hh_l0", zeros, persistent=False)
+        self._init_flat_weights()
+        nn.init.xavier_uniform_(self.weight_ih_l0)
+        nn.init.xavier_uniform_(self.weight_hh_l0)
+        with torch.no_grad():
+            self.bias_ih_l0.zero_()
+            self.bias_ih_l0[units : 2 * units] = 1.0  # gates are input, forget, cell, output
+
+    def initial_state(self, size: int) -> State:
+        zeros = self.weight_hh_l0.new_zeros(size, self.hidden_size)
+        return {"h": zeros, "c": zeros.clone()}
+
+    def step(self, x: torch.Tensor, state: State) -> State:
+        """x: (N, inputs) -> the next state."""
+        h, c = torch.lstm_cell(
+            x,
+            (state["h"], state["c"]),
+            self.weight_ih_l0,
+            self.weight_hh_l0,
+            self.bias_ih_l0,
+            self.bias_hh_l0,
+        )
+        return {"h": h, "c": c}
+
+    def sequence(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """x: (B, T, inputs) -> h after each step (B, T, units), and the last state."""
+        out, (h, c) = self(x, (state["h"].unsqueeze(0), state["c"].unsqueeze(0)))
+        return out, {"h": h.squeeze(0), "c": c.squeeze(0)}
+
+
+# --------------------
+# Mixtures of normals, one for each number: density, and sampling at a temperature.
+
+
+HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
+
+
+@dataclass
+class Mixture:
+    """Independent mixtures of K normals for D numbers: each tensor (…, D, K)."""
+
+    log_weight: torch.Tensor  # normalised over K
+    mean: torch.Tensor
+    log_std: torch.Tensor
+
+    @classmethod
+    def from_raw(cls, raw: torch.Tensor, components: int) -> Mixture:
+        """raw: (…, D · 3 · K) as a linear layer gives it."""
+        logit, mean, log_std = raw.float().unflatten(-1, (-1, 3, components)).unbind(-2)
+        return cls(torch.log_softmax(logit, -1), mean, log_std)
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        """value: (…, D) -> log density of each number, (…, D)."""
+        scaled = (value.unsqueeze(-1) - self.mean) * torch.exp(-self.log_std)
+        return torch.logsumexp(self.log_weight - 0.5 * scaled.square() - self.log_std - HALF_LOG_TAU, -1)
+
+    def sample(
+        self, uniform: torch.Tensor, normal: torch.Tensor, temperature: float | torch.Tensor = 1.0
+    ) -> torch.Tensor:
+        """uniform, normal: (…, D) -> (…, D).
+
+        The weights' logits are divided by the temperature and the deviations multiplied by its root (World Models):
+        towards 0 the likeliest component's mean, above 1 more uncertain than the model is.
+        """
+        weight = torch.softmax(self.log_weight / temperature, -1)
+        # The first component whose cumulated weight passes the uniform number; rounding may leave the last short of 1.
+        index = (weight.cumsum(-1) < uniform.unsqueeze(-1)).sum(-1, keepdim=True)
+        index = index.clamp(max=weight.shape[-1] - 1)
+        mean = self.mean.gather(-1, index).squeeze(-1)
+        std = self.log_std.gather(-1, index).squeeze(-1).exp()
+        return mean + std * temperature**0.5 * normal
 
 
 @dataclass

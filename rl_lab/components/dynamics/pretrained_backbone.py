@@ -14,7 +14,7 @@ from torch import nn
 
 from rl_lab.components.dynamics.sequence_backbone import State
 from rl_lab.components.nn.precision import product_dtype
-from rl_lab.components.nn.token_init import init_token_network
+from rl_lab.components.nn.transformer import init_token_network
 from rl_lab.errors import ConfigError, MissingPackageError, one_line
 from rl_lab.utils.install import install_line
 

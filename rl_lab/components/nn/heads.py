@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from rl_lab.components.nn.mlp import MLP
-from rl_lab.components.nn.two_hot import TwoHot
+from rl_lab.components.nn.normed_mlp import NormedMLP
+from rl_lab.components.nn.two_hot import TwoHot, make_regression
+from rl_lab.records import Spec
 
 
 class TwoHotHead(nn.Module):
@@ -66,4 +70,73 @@ class ContinueHead(nn.Module):
 
     def loss(self, logit: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Logit (…), target (…) in [0, 1] -> binary cross entropy (…)."""
+        return F.binary_cross_entropy_with_logits(logit, target, reduction="none")
+
+
+# --------------------
+# What TD-MPC predicts from a latent: the reward of an action, and whether the episode ends.
+
+
+class LatentRewardHead(nn.Module):
+    """Reward of taking an action in a latent state. Its last layer starts at zero: so does the prediction.
+
+    bins:     two-hot bins; 0 regresses the number itself
+    context:  width of what stands beside the action (a task's embedding)
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        latent: int,
+        units: int,
+        bins: int = 101,
+        limit: float = 10.0,
+        context: int = 0,
+        hidden: Sequence[str] = ("norm+mish", "norm+mish"),
+        init: str = "normal",
+    ) -> None:
+        super().__init__()
+        self.regression = make_regression(bins, limit)
+        inputs = [latent, spec.action.size + context]
+        self.mlp = NormedMLP(inputs, units, self.regression.width, hidden=hidden, init=init, zero=True)
+
+    def forward(self, latent: torch.Tensor, control: torch.Tensor) -> torch.Tensor:
+        """latent: (…, L), control: (…, A + context) -> logits (…, bins)."""
+        return self.mlp(latent, control)
+
+    def predict(self, latent: torch.Tensor, control: torch.Tensor) -> torch.Tensor:
+        """-> reward (…)."""
+        return self.regression.mean(self.mlp(latent, control))
+
+    def loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Logits (…, bins), target (…) -> (…)."""
+        return self.regression.loss(logits, target)
+
+
+class TerminationHead(nn.Module):
+    """Probability that an episode is over in a latent state: only for tasks that terminate."""
+
+    def __init__(
+        self,
+        *,
+        latent: int,
+        units: int,
+        context: int = 0,
+        hidden: Sequence[str] = ("norm+mish", "norm+mish"),
+        init: str = "normal",
+    ) -> None:
+        super().__init__()
+        self.mlp = NormedMLP([latent, context] if context else [latent], units, 1, hidden=hidden, init=init)
+
+    def forward(self, latent: torch.Tensor, *task: torch.Tensor) -> torch.Tensor:
+        """latent: (…, L), task: (…, context) where there is one -> logit (…)."""
+        return self.mlp(latent, *task).squeeze(-1).float()
+
+    def predict(self, latent: torch.Tensor, *task: torch.Tensor) -> torch.Tensor:
+        """-> probability (…)."""
+        return torch.sigmoid(self(latent, *task))
+
+    def loss(self, logit: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Logit (…), target (…) in [0, 1] -> (…)."""
         return F.binary_cross_entropy_with_logits(logit, target, reduction="none")

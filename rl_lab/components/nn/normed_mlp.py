@@ -11,11 +11,36 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.fast_path import fast, piece
 from rl_lab.components.nn.kernels.norm_activate import FUSED, fused_norm_activate
-from rl_lab.components.nn.regional_compile import piece
-from rl_lab.components.nn.simnorm import GROUP, simnorm
 from rl_lab.errors import ConfigError, closest
+
+# --------------------
+# Simplicial normalisation: a latent vector as groups of probabilities (Lavoie et al. 2023; TD-MPC2, equation 5).
+
+
+GROUP = 8  # nicklashansen/tdmpc2 config.yaml: simnorm_dim
+
+
+def simnorm(x: torch.Tensor, group: int = GROUP) -> torch.Tensor:
+    """Softmax inside each group of neighbours: (…, L) -> (…, L), every group summing to 1."""
+    return torch.softmax(x.unflatten(-1, (-1, group)), -1).flatten(-2)
+
+
+class SimNorm(nn.Module):
+    """`simnorm` as a module. It bounds the latent, so that a rollout of the dynamics cannot run away."""
+
+    def __init__(self, group: int = GROUP) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (…, L), L divisible by the group -> (…, L)."""
+        return simnorm(x, self.group)
+
+    def extra_repr(self) -> str:
+        return f"group={self.group}"
+
 
 EPS = 1e-5  # torch's LayerNorm
 STD = 0.02  # initial deviation of every weight: nicklashansen/tdmpc2 common/init.py

@@ -16,13 +16,115 @@ from torch import nn
 from torch.nn import functional as F
 
 from rl_lab.components.nn.fast_path import fast
-from rl_lab.components.nn.frozen_blocks import MOST_TOKENS, FrozenBlocks, merged
+from rl_lab.components.nn.kernels.cached_attention import cached_attention
 from rl_lab.components.nn.kernels.causal_attention import causal_attention
-from rl_lab.components.nn.kernels.residual_norm import residual_norm
+from rl_lab.components.nn.kernels.dropout import SeededDropout, hashed_uniform, kept
+from rl_lab.components.nn.kernels.residual_norm import residual_norm, residual_norm_forward
 from rl_lab.components.nn.precision import product_dtype
-from rl_lab.components.nn.seeded_dropout import causal_softmax_dropout, seed_word, seeded_dropout
-from rl_lab.components.nn.token_init import init_token_network
 from rl_lab.errors import ConfigError
+
+# --------------------
+# A transformer's cached steps without gradient: weights merged and cast once, eight kernels a block.
+
+
+Affine = tuple[torch.Tensor, torch.Tensor]  # weight, bias
+MOST_TOKENS = 2  # at once: a whole context goes the plain way
+
+
+def merged(layers: list[Any]) -> Affine:
+    """Weight and bias of several linear layers as one that puts their results side by side."""
+    return torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+
+
+class FrozenBlocks:
+    """What the blocks of a `Transformer` compute now, in `dtype`: for dreams, which use the same weights many times."""
+
+    @torch.no_grad()
+    def __init__(self, blocks: Any, norm: Any, dtype: torch.dtype) -> None:
+        def cast(weight: torch.Tensor, bias: torch.Tensor) -> Affine:
+            return weight.detach().to(dtype), bias.detach().to(dtype)
+
+        self.dtype = dtype
+        self.products: list[tuple[Affine, Affine, Affine, Affine]] = []
+        for block in blocks:
+            a, enter, leave = block.attention, block.mlp[0], block.mlp[2]
+            self.products.append(
+                (
+                    cast(*merged([a.query, a.key, a.value])),
+                    cast(a.project.weight, a.project.bias),
+                    cast(enter.weight, enter.bias),
+                    cast(leave.weight, leave.bias),
+                )
+            )
+        norms = [*(part for block in blocks for part in (block.norm1, block.norm2)), norm]
+        self.norms = [(part.weight.detach(), part.bias.detach(), part.eps) for part in norms]
+
+    @torch.no_grad()
+    def step(
+        self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor
+    ) -> torch.Tensor:
+        """x: (B, T, D), T up to MOST_TOKENS; the cache (B, layers, heads, L, W) is written in place -> (B, T, D)."""
+        result = x.dtype
+        x, h = residual_norm_forward(x, None, *self.norms[0], self.dtype)
+        for n, (qkv, project, enter, leave) in enumerate(self.products):
+            y = F.linear(cached_attention(F.linear(h, *qkv), keys[:, n], values[:, n], filled), *project)
+            x, h = residual_norm_forward(x, y, *self.norms[2 * n + 1], self.dtype)
+            y = F.linear(F.gelu(F.linear(h, *enter)), *leave)
+            last = n + 1 == len(self.products)
+            x, h = residual_norm_forward(x, y, *self.norms[2 * n + 2], result if last else self.dtype)
+        return h.to(result)
+
+
+# --------------------
+# Dropout whose mask is a function of a seed: the step that uses it stays pure, and nothing large has to be drawn.
+#
+# A number for each element comes from hashing its place together with the seed: see nn/kernels/dropout.py.
+
+
+def seed_word(seed: torch.Tensor) -> torch.Tensor:
+    """Uniform in [0, 1), any shape -> int64."""
+    return (seed.double() * 2**31).long()
+
+
+def seeded_uniform(shape: tuple[int, ...], seed: torch.Tensor) -> torch.Tensor:
+    """seed: 0-d uniform in [0, 1) -> `shape` numbers in [0, 1), the same for the same seed."""
+    return hashed_uniform(shape, seed_word(seed))
+
+
+def seeded_dropout(x: torch.Tensor, rate: float, seed: torch.Tensor | None) -> torch.Tensor:
+    """Zero a share `rate` of x and scale up the rest. Without a seed, or at rate 0, x itself."""
+    if seed is None or rate == 0.0:
+        return x
+    if fast() and x.is_cuda:
+        result: torch.Tensor = SeededDropout.apply(x, rate, seed_word(seed))
+        return result
+    return x * kept(tuple(x.shape), rate, seed_word(seed)).to(x.dtype)
+
+
+def causal_softmax_dropout(
+    scores: torch.Tensor, scale: float, rate: float, seed: torch.Tensor
+) -> torch.Tensor:
+    """dropout(softmax(scale · scores)) over what lies not ahead: (…, T, T) -> (…, T, T)."""
+    length = scores.shape[-1]
+    hidden = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+    weights = (scores * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+    return seeded_dropout(weights.to(scores.dtype), rate, seed)
+
+
+# --------------------
+# How networks that read tokens are initialised: minGPT's way, as the IRIS family uses it.
+
+
+def init_token_network(module: nn.Module, deviation: float = 0.02) -> None:
+    """Normal weights, zero biases, neutral norms. Call it before loading weights, on parts of your own only."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=deviation)
+        if isinstance(part, nn.Linear | nn.LayerNorm) and part.bias is not None:
+            nn.init.zeros_(part.bias)
+        if isinstance(part, nn.LayerNorm):
+            nn.init.ones_(part.weight)
+
 
 State = dict[str, torch.Tensor]
 SEEDS_PER_BLOCK = 3  # dropout of the attention's weights, of its result, of the MLP's result

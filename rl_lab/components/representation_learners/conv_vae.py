@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from rl_lab.components.representation_learners.observations import image_keys, image_shape, join_images
+from rl_lab.components.representation_learners.encoders import image_keys, image_shape, join_images
 from rl_lab.errors import ConfigError
 from rl_lab.records import Spec
 

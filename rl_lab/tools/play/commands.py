@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rl_lab.tools.play.keys import normalise
-from rl_lab.tools.play.source_episodes import SPLITS
+from rl_lab.tools.play.keyboard import normalise
+from rl_lab.tools.play.sources import SPLITS
 
 MODES = ("real", "dream", "both", "episodes")
 SLOWEST, FASTEST = 1.0, 60.0  # steps a second

@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_lab.errors import LabError, MissingPackageError
 from rl_lab.tools.play.commands import Command
-from rl_lab.tools.play.keys import control_legend, normalise
+from rl_lab.tools.play.keyboard import control_legend, normalise
 from rl_lab.tools.play.session import PlaySession
 from rl_lab.utils.install import install_line
 

@@ -12,17 +12,13 @@ from typing import Any
 
 from rl_lab.agent import Agent, load_agent
 from rl_lab.build import build_evaluator
-from rl_lab.environments.dream_starts import BufferStarts, EpisodeStarts, Starts
-from rl_lab.environments.dreams import Dreams
+from rl_lab.environments.world_model_env import BufferStarts, Dreams, EpisodeStarts, Starts
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import Batch, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
-from rl_lab.tools.play.keys_suites import keymap_for
+from rl_lab.tools.play.keyboard import keymap_for
 from rl_lab.tools.play.session import Options, PlaySession
-from rl_lab.tools.play.source_both import BothSource
-from rl_lab.tools.play.source_dream import DreamSource
-from rl_lab.tools.play.source_episodes import SPLITS, EpisodesSource
-from rl_lab.tools.play.source_real import RealSource
+from rl_lab.tools.play.sources import SPLITS, BothSource, DreamSource, EpisodesSource, RealSource
 
 
 def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
@@ -49,8 +45,6 @@ def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
                 session, describe(agent, folder), folder, host=args.host, port=args.port, token=args.token
             )
         if video:
-            from rl_lab.tools.play.video import write_video
-
             for file in write_video(session, steps=args.steps):
                 say(str(file))
             return 0
@@ -227,3 +221,16 @@ def _recorded(agent: Agent, folder: RunFolder, args: argparse.Namespace) -> Star
     pieces = EpisodeFiles(files, agent.spec).pieces(agent.spec.row_columns())
     episodes = [{name: np.asarray(value)[0] for name, value in rows.items()} for _, rows in pieces]
     return EpisodeStarts(episodes, args.context)
+
+
+# --------------------
+# Play without anybody looking: an episode as a video.
+
+
+def write_video(session: PlaySession, *, steps: int) -> list[Path]:
+    """Record from now to the episode's end, at most `steps` steps; the files, the film first."""
+    session.keeping.start(session.moment, session.frame(), fps=session.fps, label=session.mode)
+    for _ in range(steps):
+        if session.moment.done or not session.advance():
+            break
+    return session.keeping.stop()

@@ -18,15 +18,10 @@ import numpy as np
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
 from rl_lab.tools.play.commands import FASTEST, LONGEST, MODES, SHORTEST, SLOWEST, Command
-from rl_lab.tools.play.keeping import Keeping
-from rl_lab.tools.play.keyboard import Keyboard
-from rl_lab.tools.play.keys import CONTROLS, REPLAY_CONTROLS, Keymap
-from rl_lab.tools.play.moment import Moment, Panel, Source
-from rl_lab.tools.play.panels import compose, number
-from rl_lab.tools.play.source_both import BothSource
-from rl_lab.tools.play.source_dream import DreamSource
-from rl_lab.tools.play.source_episodes import EpisodesSource
-from rl_lab.tools.play.source_real import RealSource
+from rl_lab.tools.play.frame import Moment, Panel, Source, compose, number
+from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, Keyboard, Keymap
+from rl_lab.tools.play.recording import Keeping
+from rl_lab.tools.play.sources import BothSource, DreamSource, EpisodesSource, RealSource
 
 NEVER = 3600.0
 UNABLE = {

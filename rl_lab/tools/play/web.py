@@ -12,7 +12,7 @@ from urllib.parse import parse_qs
 
 from rl_lab.errors import LabError, MissingPackageError
 from rl_lab.run_folder import RunFolder
-from rl_lab.tools.play.keys import CONTROLS, REPLAY_CONTROLS, control_legend, show
+from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, control_legend, show
 from rl_lab.tools.play.session import PlaySession
 from rl_lab.tools.web_access import WebAccess
 from rl_lab.utils.install import install_line
@@ -26,7 +26,7 @@ try:
     from starlette.types import ASGIApp, Receive, Scope, Send
     from starlette.websockets import WebSocket
 
-    from rl_lab.tools.play.hub import Hub
+    from rl_lab.tools.play.clients import Hub
 except ModuleNotFoundError as error:
     raise MissingPackageError(f"--web needs the package '{error.name}': {install_line('play')}") from error
 

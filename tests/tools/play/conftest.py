@@ -11,13 +11,10 @@ import torch
 from counting_model import SPEC, CountingEnv, CountingModel
 
 import rl_lab
-from rl_lab.environments.dreams import Dreams
-from rl_lab.tools.play.keys import DiscreteKeys
+from rl_lab.environments.world_model_env import Dreams
+from rl_lab.tools.play.keyboard import DiscreteKeys
 from rl_lab.tools.play.session import Options, PlaySession
-from rl_lab.tools.play.source_both import BothSource
-from rl_lab.tools.play.source_dream import DreamSource
-from rl_lab.tools.play.source_episodes import EpisodesSource
-from rl_lab.tools.play.source_real import RealSource
+from rl_lab.tools.play.sources import BothSource, DreamSource, EpisodesSource, RealSource
 
 KEYS = {"ArrowDown": 0, "ArrowRight": 1, "ArrowUp": 2}
 

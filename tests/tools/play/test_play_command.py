@@ -14,7 +14,7 @@ from rl_lab.errors import ConfigError
 from rl_lab.tools import play
 from rl_lab.tools.play.launch import headless, options_from
 from rl_lab.tools.play.shell import long_flags
-from rl_lab.tools.play.source_episodes import read_film
+from rl_lab.tools.play.sources import read_film
 
 ROOT = Path(__file__).resolve().parents[3]
 

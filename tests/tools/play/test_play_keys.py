@@ -4,9 +4,20 @@ import numpy as np
 import pytest
 
 from rl_lab.records import ActionSpec, ArraySpec, Spec
-from rl_lab.tools.play.keyboard import REPEAT_AFTER, Keyboard
-from rl_lab.tools.play.keys import CONTROLS, REPLAY_CONTROLS, control_legend, generic_keys, normalise
-from rl_lab.tools.play.keys_suites import CRAFTER_ACTIONS, MINIGRID_ACTIONS, StickKeys, keymap_for, stick_name
+from rl_lab.tools.play.keyboard import (
+    CONTROLS,
+    CRAFTER_ACTIONS,
+    MINIGRID_ACTIONS,
+    REPEAT_AFTER,
+    REPLAY_CONTROLS,
+    Keyboard,
+    StickKeys,
+    control_legend,
+    generic_keys,
+    keymap_for,
+    normalise,
+    stick_name,
+)
 
 
 def spec(name: str, action: ActionSpec) -> Spec:

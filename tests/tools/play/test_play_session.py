@@ -11,9 +11,9 @@ from rl_lab.buffers.offline import OfflineBuffer
 from rl_lab.errors import LabError
 from rl_lab.records import BatchSpec
 from rl_lab.tools.play.commands import COMMANDS, Command, parse_command
+from rl_lab.tools.play.launch import write_video
 from rl_lab.tools.play.session import NEVER, PlaySession
-from rl_lab.tools.play.source_episodes import read_film
-from rl_lab.tools.play.video import write_video
+from rl_lab.tools.play.sources import read_film
 
 Make = Callable[..., PlaySession]
 

@@ -20,10 +20,10 @@ from PIL import Image
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync import client as sync_client
 
+from rl_lab.tools.play.clients import decode_frame, encode_frame, encode_picture
 from rl_lab.tools.play.commands import COMMANDS
 from rl_lab.tools.play.session import PlaySession
 from rl_lab.tools.play.web import bind, make_app, make_server
-from rl_lab.tools.play.wire import decode_frame, encode_frame, encode_picture
 from rl_lab.tools.web_access import WebAccess
 
 ABOUT = {"experiment": "counting", "task": "counting", "run": "r", "trained": "0 steps", "device": "cpu"}

@@ -1,0 +1,466 @@
+"""How sequences are chosen from stored episodes. A sampler sees numbers and lengths only; the buffer fetches the rows.
+
+A draw is, for each sequence, an episode and the row of it that the sequence starts at (below 0 when it is padded on the
+left). An episode is a number of the table, or -1 - stream for the one that is still open there. A buffer keeps one
+sampler per BatchSpec; more of them can be named in its `samplers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rl_lab.buffers.episodes.table import EpisodeTable, Growing
+from rl_lab.buffers.episodes.writer import OpenEpisodes
+from rl_lab.buffers.samplers import OnlineQueue
+from rl_lab.errors import ConfigError
+from rl_lab.records import BatchSpec
+
+Draw = tuple[np.ndarray, np.ndarray]  # episode (K,), row of it that comes first (K,), int64
+
+
+class Episodes:
+    """All episodes that may be drawn from: those of the table, and the open ones if they count."""
+
+    def __init__(self, table: EpisodeTable, unfinished: OpenEpisodes, with_open: bool) -> None:
+        self.table, self.unfinished, self.with_open = table, unfinished, with_open
+        self.counts: dict[str, Any] = {}  # by consumer: see episode_priorities.py
+
+    def open_rows(self) -> np.ndarray:
+        """(N,) rows of the open episodes; 0 where they do not count."""
+        rows = self.unfinished.rows()
+        return rows if self.with_open else np.zeros_like(rows)
+
+    def facts(self, episode: int) -> tuple[int, int, int]:
+        """Stream, start and rows of an episode."""
+        if episode < 0:
+            stream = -1 - episode
+            return stream, int(self.unfinished.begin[stream]), int(self.unfinished.rows()[stream])
+        table = self.table
+        return table.fact(episode, "stream"), table.fact(episode, "start"), table.fact(episode, "rows")
+
+    def facts_of(self, episodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Streams, starts and rows (K,) of episodes (K,)."""
+        table, unfinished = self.table, self.unfinished
+        opened = np.maximum(-1 - episodes, 0)
+        facts = opened, unfinished.begin[opened], unfinished.rows()[opened]
+        if not len(table.column("rows")):
+            return facts
+        stored = np.maximum(episodes - table.first, 0)
+        columns = (table.column(name)[stored] for name in ("stream", "start", "rows"))
+        stream, start, rows = (np.where(episodes < 0, a, b) for a, b in zip(facts, columns))
+        return stream, start, rows
+
+    def rows(self, episodes: np.ndarray) -> np.ndarray:
+        """(K,) rows of episodes (K,)."""
+        return self.facts_of(episodes)[2]
+
+    def at(self, stream: int, position: int) -> int | None:
+        """The episode that holds a row."""
+        if stream < self.unfinished.num_streams and self.with_open:
+            begin = self.unfinished.begin[stream]
+            if 0 <= begin <= position < self.unfinished.cursor:
+                return -1 - stream
+        stored = self.table.streams.get(stream)
+        number = stored.at(position) if stored is not None else -1
+        return number if number >= 0 else None
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Stream, first position and length of every run of rows without a gap, (R,) each."""
+        found = [
+            (stream, begin, end)
+            for stream, stored in sorted(self.table.streams.items())
+            for begin, end in stored.runs
+        ]
+        last = {stream: k for k, (stream, _, _) in enumerate(found)}
+        for stream in np.flatnonzero(self.open_rows()).tolist():
+            begin, k = int(self.unfinished.begin[stream]), last.get(stream)
+            if k is not None and found[k][2] == begin:
+                found[k] = (stream, found[k][1], self.unfinished.cursor)
+            else:
+                found.append((stream, begin, self.unfinished.cursor))
+        table = np.array(found, dtype=np.int64).reshape(-1, 3)
+        return table[:, 0], table[:, 1], table[:, 2] - table[:, 1]
+
+    def oldest(self) -> int:
+        """No row before this position is held in any stream."""
+        stored = [stream.runs[0][0] for stream in self.table.streams.values()]
+        return min(
+            stored,
+            default=int(
+                np.where(self.unfinished.begin < 0, self.unfinished.cursor, self.unfinished.begin).min()
+            ),
+        )
+
+
+class EpisodeSampler(Protocol):
+    """Chooses episodes and rows. Everything it draws comes from the generator, so it can be repeated."""
+
+    def available(self) -> int:
+        """How many sequences could be drawn now."""
+
+    def draw(self, count: int, generator: torch.Generator) -> Draw: ...
+
+    def undo(self) -> None:
+        """Take back the last draw, apart from the generator's state (the caller has that)."""
+
+    def on_add(self, position: int, is_first: np.ndarray) -> None:
+        """A row at `position` was added to every stream. is_first: (N,)"""
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+class LengthSums:
+    """Running sums over the stored episodes of something that depends on their length. Made once, then kept up."""
+
+    def __init__(self, table: EpisodeTable, weigh: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._table, self._weigh = table, weigh
+        self._first, self._before, self._changes = table.first, 0, table.changes
+        self._sums = Growing(np.int64)
+
+    def update(self) -> tuple[np.ndarray, int]:
+        """Sums (episodes,), each with its own episode, and what was summed up before the first of them."""
+        table = self._table
+        if (
+            self._changes != table.changes
+            or self._first > table.first
+            or self._first + len(self._sums) < table.first
+        ):
+            self._start_over()
+        gone = table.first - self._first
+        if gone:
+            self._before = int(self._sums.view[gone - 1])
+            self._sums.forget(gone)
+            self._first = table.first
+        new = table.column("rows")[len(self._sums) :]
+        if len(new):
+            last = int(self._sums.view[-1]) if len(self._sums) else self._before
+            self._sums.extend(last + np.cumsum(self._weigh(new), dtype=np.int64))
+        return self._sums.view, self._before
+
+    def _start_over(self) -> None:
+        self._first, self._before, self._changes = self._table.first, 0, self._table.changes
+        self._sums = Growing(np.int64)
+
+
+class UniformEpisodes:
+    """Every start that the BatchSpec's boundary allows is equally likely: over rows, not over episodes."""
+
+    def __init__(self, episodes: Episodes, spec: BatchSpec) -> None:
+        self._episodes = episodes
+        self._rows = spec.rows
+        self._boundary = spec.boundary
+        self.window = Window(spec)
+        self._sums = LengthSums(episodes.table, self.window.choices)
+
+    def available(self) -> int:
+        if self._boundary == "cross":
+            return int(np.maximum(0, self._episodes.runs()[2] - self._rows + 1).sum())
+        sums, before = self._sums.update()
+        stored = int(sums[-1]) - before if len(sums) else 0
+        return stored + int(self.window.choices(self._episodes.open_rows()).sum())
+
+    def draw(self, count: int, generator: torch.Generator) -> Draw:
+        if self._boundary == "cross":
+            return self._draw_cross(count, generator)
+        sums, before = self._sums.update()
+        stored = int(sums[-1]) - before if len(sums) else 0
+        opened = np.cumsum(self.window.choices(self._episodes.open_rows()))
+        pick = torch.randint(stored + int(opened[-1]), (count,), generator=generator).numpy()
+        place = np.searchsorted(sums, pick + before, side="right")
+        base = np.concatenate([[before], sums])[np.minimum(place, len(sums))]
+        inside = pick + before - base
+        late = pick >= stored
+        if late.any():
+            stream = np.searchsorted(opened, pick[late] - stored, side="right")
+            inside[late] = pick[late] - stored - np.concatenate([[0], opened])[stream]
+        episode = self._episodes.table.first + place
+        episode[late] = -1 - stream if late.any() else episode[late]
+        return episode, self.window.begin(inside, generator)
+
+    def _draw_cross(self, count: int, generator: torch.Generator) -> Draw:
+        streams, begins, lengths = self._episodes.runs()
+        sums = np.cumsum(np.maximum(0, lengths - self._rows + 1))
+        pick = torch.randint(int(sums[-1]), (count,), generator=generator).numpy()
+        run = np.searchsorted(sums, pick, side="right")
+        position = begins[run] + pick - np.concatenate([[0], sums])[run]
+        return locate(self._episodes, list(zip(streams[run].tolist(), position.tolist())))
+
+    def undo(self) -> None:
+        """Nothing is remembered between draws."""
+
+    def on_add(self, position: int, is_first: np.ndarray) -> None:
+        """What can be drawn is read off the episodes."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Window:
+    """Where in an episode a sequence may lie."""
+
+    def __init__(self, spec: BatchSpec) -> None:
+        self._rows = spec.rows
+        self._pad = spec.pad if spec.boundary == "pad" else ""
+
+    def choices(self, rows: np.ndarray) -> np.ndarray:
+        """In how many places of episodes with that many rows: starts inside them, or rows to pad around."""
+        return rows if self._pad else np.maximum(0, rows - self._rows + 1)
+
+    def begin(self, choice: np.ndarray, generator: torch.Generator) -> np.ndarray:
+        """The row that comes first, for choices 0, 1, …: below 0 where padding comes before the episode."""
+        if self._pad == "left":
+            return choice - (self._rows - 1)
+        if self._pad == "both":
+            return choice - torch.randint(self._rows, (len(choice),), generator=generator).numpy()
+        return choice
+
+    def at_end(self, rows: np.ndarray) -> np.ndarray:
+        """The row that comes first, for a sequence that ends where the episode ends."""
+        begin = rows - self._rows
+        return np.maximum(begin, 0) if self._pad == "right" else begin
+
+    def pick(self, rows: np.ndarray, generator: torch.Generator) -> np.ndarray:
+        """A random place in episodes of (K,) rows, each with at least one."""
+        numbers = torch.rand(len(rows), dtype=torch.float64, generator=generator).numpy()
+        choices = self.choices(rows)
+        return self.begin(np.minimum((numbers * choices).astype(np.int64), choices - 1), generator)
+
+
+class OnlineEpisodes:
+    """Fresh sequences first, each once and in the order of their arrival; uniform for the rest of the batch."""
+
+    def __init__(self, episodes: Episodes, spec: BatchSpec) -> None:
+        if spec.boundary == "pad" or not episodes.with_open:
+            raise ConfigError(
+                "sampler 'online' needs boundary 'cross' or 'within', and a buffer with open_episodes: true"
+            )
+        self._episodes, self._rows = episodes, spec.rows
+        self._uniform = UniformEpisodes(episodes, spec)
+        unfinished = episodes.unfinished
+        within = spec.boundary == "within"
+        self._queue = OnlineQueue(unfinished.num_streams, spec.rows, within, unfinished.cursor)
+
+    def available(self) -> int:
+        return self._uniform.available()
+
+    def draw(self, count: int, generator: torch.Generator) -> Draw:
+        streams, begins, lengths = self._episodes.runs()
+
+        def whole(stream: int, start: int) -> bool:
+            inside = (begins <= start) & (start + self._rows <= begins + lengths)
+            return bool((inside & (streams == stream)).any())
+
+        fresh = locate(self._episodes, [at for at in self._queue.take(count) if whole(*at)])
+        rest = count - len(fresh[0])
+        if not rest:
+            return fresh
+        episode, begin = self._uniform.draw(rest, generator)
+        return np.concatenate([fresh[0], episode]), np.concatenate([fresh[1], begin])
+
+    def undo(self) -> None:
+        self._queue.undo()
+
+    def on_add(self, position: int, is_first: np.ndarray) -> None:
+        self._queue.on_add(position, is_first)
+        self._queue.forget(self._episodes.oldest())
+
+    def get_state(self) -> dict[str, Any]:
+        return self._queue.get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._queue.set_state(state)
+
+
+def locate(episodes: Episodes, rows: list[tuple[int, int]]) -> Draw:
+    """Stream and position of rows that are held -> episode and row of it."""
+    found = np.zeros((2, len(rows)), dtype=np.int64)
+    for k, (stream, position) in enumerate(rows):
+        episode = episodes.at(stream, position)
+        assert episode is not None
+        found[:, k] = episode, position - episodes.facts(episode)[1]
+    return found[0], found[1]
+
+
+# --------------------
+# Samplers that prefer some episodes: those drawn least so far, and those whose end is reached.
+#
+# Named in a BatchSpec as "episodes" and "ends"; their numbers are in the buffer's config, `samplers`.
+
+
+class EpisodeCounts:
+    """How often one consumer drew each episode. An open episode's count stays with it when it is closed."""
+
+    def __init__(self, table: EpisodeTable, num_streams: int) -> None:
+        self._table = table
+        self._first = table.first
+        self._stored = Growing(np.int64)
+        self.open = np.zeros(num_streams, dtype=np.int64)
+        self.batches = 0
+
+    def stored(self) -> np.ndarray:
+        """Counts of the table's episodes, (episodes,), to be read and changed."""
+        table = self._table
+        if not self._first <= table.first <= self._first + len(self._stored):
+            self._first, self._stored = table.first, Growing(np.int64)
+        self._stored.forget(table.first - self._first)
+        self._first = table.first
+        self._stored.extend(np.zeros(len(table.column("rows")) - len(self._stored), dtype=np.int64))
+        return self._stored.view
+
+    def closed(self, number: int, stream: int) -> None:
+        """The open episode of a stream became number `number`, the newest of the table."""
+        self.stored()[number - self._table.first] = self.open[stream]
+        self.open[stream] = 0
+
+    def add(self, episodes: np.ndarray, times: int = 1) -> None:
+        """These episodes (K,) were drawn; -1 takes a draw back."""
+        still = episodes[episodes >= self._table.first]
+        np.add.at(self.stored(), still - self._table.first, times)
+        np.add.at(self.open, -1 - episodes[episodes < 0], times)
+
+    def get_state(self) -> dict[str, Any]:
+        stored = torch.from_numpy(self.stored().copy())
+        opened = torch.from_numpy(self.open.copy())
+        return {"first": self._first, "stored": stored, "open": opened, "batches": self.batches}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._first, self._stored = int(state["first"]), Growing(np.int64)
+        self._stored.extend(state["stored"].numpy())
+        self.open = state["open"].numpy().copy()
+        self.batches = int(state["batches"])
+
+
+class EpisodeCountSampler:
+    """p(episode) ∝ (1 + count)^-alpha, whatever its length; then a place in it, all alike.
+
+    count is how often this consumer drew the episode: "episodes:world_model" and "episodes:tokenizer" count apart. It is
+    raised after each batch, by one for each of its sequences. With alpha 0 all episodes are alike.
+
+    alpha:      Δ-IRIS uses 5 for Crafter and 1 for Atari (vmicheli/delta-iris config/params)
+    uncounted:  batches at the beginning that are not counted; Δ-IRIS counts from its second epoch on
+    """
+
+    def __init__(
+        self, episodes: Episodes, spec: BatchSpec, *, alpha: float = 1.0, uncounted: int = 0
+    ) -> None:
+        require_one_episode(spec)
+        if alpha < 0 or uncounted < 0:
+            raise ConfigError(
+                f"sampler 'episodes' needs alpha and uncounted from 0 on, not {alpha} and {uncounted}"
+            )
+        self._episodes = episodes
+        self._uniform = UniformEpisodes(episodes, spec)
+        self._window = self._uniform.window
+        self._alpha, self._uncounted = float(alpha), int(uncounted)
+        unfinished = episodes.unfinished
+        self.counts = episodes.counts.setdefault(
+            spec.sampler, EpisodeCounts(episodes.table, unfinished.num_streams)
+        )
+        self._by_count = np.ones(1)  # (1 + count)^-alpha
+        self._drawn = np.zeros(0, dtype=np.int64)
+
+    def available(self) -> int:
+        return self._uniform.available()
+
+    def probabilities(self) -> tuple[np.ndarray, np.ndarray]:
+        """Episodes (E + N,), stored and open, and the probability of each."""
+        table, counts = self._episodes.table, self.counts
+        numbers = np.arange(table.first, table.end)
+        rows = np.concatenate([table.column("rows"), self._episodes.open_rows()])
+        weights = self._weights(np.concatenate([counts.stored(), counts.open]))
+        weights = np.where(self._window.choices(rows) > 0, weights, 0.0)
+        return np.concatenate([numbers, -1 - np.arange(len(counts.open))]), weights / weights.sum()
+
+    def draw(self, count: int, generator: torch.Generator) -> Draw:
+        episodes, chances = self.probabilities()
+        sums = np.cumsum(chances)
+        numbers = torch.rand(count, dtype=torch.float64, generator=generator).numpy() * sums[-1]
+        drawn = episodes[np.searchsorted(sums, np.minimum(numbers, np.nextafter(sums[-1], 0)), side="right")]
+        begin = self._window.pick(self._episodes.rows(drawn), generator)
+        self._drawn = drawn if self.counts.batches >= self._uncounted else drawn[:0]
+        self.counts.add(self._drawn)
+        self.counts.batches += 1
+        return drawn, begin
+
+    def undo(self) -> None:
+        self.counts.add(self._drawn, -1)
+        self.counts.batches -= 1
+        self._drawn = self._drawn[:0]
+
+    def on_add(self, position: int, is_first: np.ndarray) -> None:
+        """What can be drawn is read off the episodes."""
+
+    def get_state(self) -> dict[str, Any]:
+        return self.counts.get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.counts.set_state(state)
+
+    def _weights(self, counts: np.ndarray) -> np.ndarray:
+        """From a list by count: powers of arrays differ in their last bit with the arrays' length."""
+        most = int(counts.max(initial=0))
+        if most >= len(self._by_count):
+            longer = range(len(self._by_count), max(most + 1, 2 * len(self._by_count)))
+            more = [(1.0 + count) ** -self._alpha for count in longer]
+            self._by_count = np.concatenate([self._by_count, more])
+        return self._by_count[counts]
+
+
+class EndsSampler:
+    """Uniform over rows, but a share of the sequences ends with an episode's last row.
+
+    The episodes for that share are those that came to an end (terminated or truncated) and are long enough, all
+    alike. Without such ends, as in uniform sampling, the last rows of an episode are in fewer sequences than others.
+
+    share: of all sequences, 0 to 1
+    """
+
+    def __init__(self, episodes: Episodes, spec: BatchSpec, *, share: float = 0.1) -> None:
+        require_one_episode(spec)
+        if not 0 <= share <= 1:
+            raise ConfigError(f"sampler 'ends' needs a share from 0 to 1, not {share}")
+        self._episodes, self._share = episodes, float(share)
+        self._uniform = UniformEpisodes(episodes, spec)
+
+    def available(self) -> int:
+        return self._uniform.available()
+
+    def draw(self, count: int, generator: torch.Generator) -> Draw:
+        episode, begin = self._uniform.draw(count, generator)
+        table, window = self._episodes.table, self._uniform.window
+        ended = table.first + np.flatnonzero(table.ended() & (window.choices(table.column("rows")) > 0))
+        numbers = torch.rand((2, count), dtype=torch.float64, generator=generator).numpy()
+        if len(ended):
+            at_end = numbers[0] < self._share
+            chosen = ended[(numbers[1, at_end] * len(ended)).astype(np.int64)]
+            episode[at_end] = chosen
+            begin[at_end] = window.at_end(self._episodes.rows(chosen).astype(np.int64))
+        return episode, begin
+
+    def undo(self) -> None:
+        """Nothing is remembered between draws."""
+
+    def on_add(self, position: int, is_first: np.ndarray) -> None:
+        """What can be drawn is read off the episodes."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def require_one_episode(spec: BatchSpec) -> None:
+    if spec.boundary == "cross":
+        raise ConfigError(
+            f"sampler '{spec.sampler}' draws sequences of one episode each: use boundary 'within' or 'pad'"
+        )

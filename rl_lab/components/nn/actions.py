@@ -1,0 +1,158 @@
+"""Action distributions of a policy network: what its raw outputs mean.
+
+Each has `width` (raw outputs), `noise_kind` and `noise_shape` (random numbers for one sample), and maps raw outputs
+(…, width) to actions as they are stored. Densities and entropies are float32, summed over the action's parts: (…).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+from rl_lab.components.nn.categorical import sample_index, unimix_probs
+from rl_lab.components.nn.kernels.normal_action import bounded_normal, limit_action, sample_normal
+from rl_lab.records import ActionSpec
+
+
+class CategoricalPolicy:
+    """One or several independent choices. `unimix` mixes in the uniform distribution.
+
+    DreamerV3's published code sets unimix 0.01 here, but its current form ignores it (danijar/dreamerv3 @ e3f0224).
+    """
+
+    noise_kind: Literal["uniform", "normal"] = "uniform"
+
+    def __init__(self, action: ActionSpec, *, unimix: float = 0.0) -> None:
+        self.choices = action.choices
+        self.single = action.kind == "discrete"  # stored as (…), not (…, 1)
+        self.unimix = unimix
+        self.width = sum(action.choices)
+        self.noise_shape = (len(action.choices),)
+
+    def _log_probs(self, raw: torch.Tensor) -> list[torch.Tensor]:
+        parts = [raw] if self.single else raw.split(self.choices, -1)
+        if self.unimix == 0.0:
+            return [torch.log_softmax(part.float(), -1) for part in parts]
+        return [unimix_probs(part, self.unimix).log() for part in parts]
+
+    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return parts[0] if self.single else torch.stack(parts, -1)
+
+    def sample(self, raw: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """noise: (…, k) uniform -> (…) or (…, k) int64."""
+        raw = raw if temperature == 1.0 else raw / temperature
+        parts = [raw] if self.single else raw.split(self.choices, -1)
+        draws = zip(parts, noise.unbind(-1))
+        return self._join([sample_index(unimix_probs(part, self.unimix), u) for part, u in draws])
+
+    def mode(self, raw: torch.Tensor) -> torch.Tensor:
+        return self._join([log_p.argmax(-1) for log_p in self._log_probs(raw)])
+
+    def log_prob_and_entropy(
+        self, raw: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log probability of the action and entropy of the policy, each (…)."""
+        log_probs = self._log_probs(raw)
+        chosen = [action] if self.single else action.unbind(-1)
+        picked = [lp.gather(-1, index.unsqueeze(-1)).squeeze(-1) for lp, index in zip(log_probs, chosen)]
+        entropies = [-(lp.exp() * lp).sum(-1) for lp in log_probs]
+        if self.single:
+            return picked[0], entropies[0]
+        return torch.stack(picked).sum(0), torch.stack(entropies).sum(0)
+
+    def random(self, noise: torch.Tensor) -> torch.Tensor:
+        """A uniformly random action from uniform noise (…, k)."""
+        # Number by number: nothing is sent from the host, so it can be recorded. noise × count may round up to count.
+        draws = zip(noise.unbind(-1), self.choices)
+        return self._join([(u * count).long().clamp(max=count - 1) for u, count in draws])
+
+
+class NormalPolicy:
+    """Independent normals with mean tanh(raw) and a bounded deviation; samples are not squashed.
+
+    The environment clips to [-1, 1]. DreamerV3 (danijar/dreamerv3 heads.py, `bounded_normal`).
+    """
+
+    noise_kind: Literal["uniform", "normal"] = "normal"
+
+    def __init__(self, action: ActionSpec, *, min_std: float = 0.1, max_std: float = 1.0) -> None:
+        self.width = 2 * action.size
+        self.noise_shape = (action.size,)
+        self.min_std = min_std
+        self.max_std = max_std
+
+    def _mean_std(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return bounded_normal(raw, self.min_std, self.max_std)
+
+    def sample(self, raw: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """noise: (…, d) standard normal -> (…, d) float32."""
+        return sample_normal(raw, noise, self.min_std, self.max_std, temperature)
+
+    def mode(self, raw: torch.Tensor) -> torch.Tensor:
+        return self._mean_std(raw)[0]
+
+    def log_prob_and_entropy(
+        self, raw: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log density of the action and entropy of the policy, each (…)."""
+        mean, std = self._mean_std(raw)
+        log_std = std.log()
+        log_prob = -0.5 * ((action - mean) / std).square() - log_std - 0.5 * math.log(2 * math.pi)
+        entropy = log_std + 0.5 * (1.0 + math.log(2 * math.pi))
+        return log_prob.sum(-1), entropy.sum(-1)
+
+    def random(self, noise: torch.Tensor) -> torch.Tensor:
+        """A uniformly random action in [-1, 1] from uniform noise (…, d)."""
+        return noise * 2.0 - 1.0
+
+
+def make_policy(action: ActionSpec, *, unimix: float = 0.0) -> CategoricalPolicy | NormalPolicy:
+    """The distribution that fits an action space."""
+    return NormalPolicy(action) if action.kind == "continuous" else CategoricalPolicy(action, unimix=unimix)
+
+
+# --------------------
+# Actions as a network sees them.
+
+
+class ActionEncoder(nn.Module):
+    """Discrete choices become one-hot vectors side by side; continuous actions stay, limited to [-1, 1]."""
+
+    variable: torch.Tensor
+    choice: torch.Tensor
+
+    def __init__(self, action: ActionSpec) -> None:
+        super().__init__()
+        self.kind = action.kind
+        self.out_features = action.size
+        # Output i of a discrete encoding asks: is variable[i] of the action equal to choice[i]?
+        pairs = [(v, c) for v, count in enumerate(action.choices) for c in range(count)]
+        self.register_buffer(
+            "variable", torch.tensor([v for v, _ in pairs], dtype=torch.int64), persistent=False
+        )
+        self.register_buffer(
+            "choice", torch.tensor([c for _, c in pairs], dtype=torch.int64), persistent=False
+        )
+
+    def forward(self, action: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """action: (…), (…, k) integers or (…, d) floats, as stored -> (…, size) of `dtype`."""
+        if self.kind == "continuous":
+            return limit_action(action, dtype)
+        if self.kind == "discrete":
+            return (action.unsqueeze(-1) == self.choice).to(dtype)
+        return (action[..., self.variable] == self.choice).to(dtype)
+
+
+# --------------------
+# The way back from actions as networks see them: the reverse of ActionEncoder.
+
+
+def stored_action(action: torch.Tensor, spec: ActionSpec) -> torch.Tensor:
+    """(…, A) numbers or one-hot choices -> as stored and sent: (…, d) floats, (…, k) or (…) integers."""
+    if spec.kind == "continuous":
+        return action
+    chosen = [part.argmax(-1) for part in action.split(spec.choices, -1)]
+    return chosen[0] if spec.kind == "discrete" else torch.stack(chosen, -1)

@@ -1,0 +1,185 @@
+"""Which observations a part reads, which of them are images and which vectors."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from rl_lab.components.nn.conv import ConvDown, encode_folded
+from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.mlp import MLP
+from rl_lab.components.nn.symlog import symlog
+from rl_lab.errors import ConfigError, reject_unknown
+from rl_lab.records import ArraySpec, Spec
+
+
+def chosen(spec: Spec, keys: Sequence[str] | None, part: str) -> Spec:
+    """The spec with these observations alone; None: all of them. `part` is named where one is unknown."""
+    if keys is None:
+        return spec
+    where = f"components.{part}.keys"
+    if isinstance(keys, str) or not keys:
+        raise ConfigError(
+            f"{where}={keys!r} must be a list of observations: [{', '.join(sorted(spec.observations))}] "
+            "or some of these, or null for all"
+        )
+    reject_unknown(where, keys, spec.observations)
+    return dataclasses.replace(spec, observations={key: spec.observations[key] for key in keys})
+
+
+def is_image(spec: ArraySpec) -> bool:
+    """uint8 and three axes: channels, height, width."""
+    return spec.dtype == "uint8" and len(spec.shape) == 3
+
+
+def image_keys(spec: Spec) -> list[str]:
+    return sorted(key for key, item in spec.observations.items() if is_image(item))
+
+
+def vector_keys(spec: Spec) -> list[str]:
+    return sorted(key for key, item in spec.observations.items() if not is_image(item))
+
+
+def vector_size(spec: Spec, key: str) -> int:
+    return math.prod(spec.observations[key].shape)
+
+
+def image_shape(spec: Spec, stages: int) -> tuple[int, int, int]:
+    """Channels of all images together, height, width; checked to survive `stages` halvings."""
+    shapes = {key: spec.observations[key].shape for key in image_keys(spec)}
+    sizes = {shape[1:] for shape in shapes.values()}
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"images are stacked by channel, so they need one size, not {shapes}: resize them alike"
+        )
+    height, width = sizes.pop()
+    factor = 2**stages
+    if height % factor or width % factor:
+        raise ConfigError(
+            f"images of {height}×{width} cannot be halved {stages} times: choose environment.size with sides "
+            f"divisible by {factor}, for example 64×64 or 96×96"
+        )
+    return sum(shape[0] for shape in shapes.values()), height, width
+
+
+def join_vectors(obs: Mapping[str, torch.Tensor], spec: Spec, keys: list[str]) -> torch.Tensor:
+    """The vectors of a dict observation side by side: name -> (*batch, …) becomes (*batch, width) float32."""
+    parts = []
+    for key in keys:
+        value, axes = obs[key], len(spec.observations[key].shape)
+        batch = value.shape[: value.ndim - axes]
+        parts.append(value.reshape(*batch, vector_size(spec, key)).float())
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def join_images(obs: Mapping[str, torch.Tensor], keys: list[str]) -> torch.Tensor:
+    """Images stacked by channel: name -> (*batch, C, H, W) becomes (*batch, ΣC, H, W), still uint8."""
+    return obs[keys[0]] if len(keys) == 1 else torch.cat([obs[key] for key in keys], -3)
+
+
+# --------------------
+# Encoder of vector observations: symlog, then an MLP.
+
+
+class MLPEncoder(nn.Module):
+    """All vector observations, side by side in sorted order. Integers are taken as numbers.
+
+    input_dim may state the joint width; where the environment has another, the message names both.
+    """
+
+    def __init__(self, *, spec: Spec, units: int, layers: int = 3, input_dim: int | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.keys = vector_keys(spec)
+        width = sum(vector_size(spec, key) for key in self.keys)
+        if width == 0:
+            raise ConfigError(f"{spec.name} has no vector observation: use the `dict` encoder for images")
+        if input_dim is not None and input_dim != width:
+            raise ConfigError(
+                f"the encoder's input_dim is {input_dim}, but {spec.name} gives vectors of width {width}"
+            )
+        self.mlp = MLP(width, units, layers)
+        self.embed_dim = units
+
+    def forward(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """obs: name -> (*batch, …) -> embed (*batch, embed_dim)."""
+        return self.mlp(symlog(join_vectors(obs, self.spec, self.keys)))
+
+
+# --------------------
+# Encoder of image observations: four convolution stages, each halving the image (DreamerV3, 2025 form).
+
+
+STAGES = (
+    2,
+    3,
+    4,
+    4,
+)  # channels of each stage, in multiples of `depth`: danijar/dreamerv3 configs.yaml `mults`
+
+
+class ImageEncoder(nn.Module):
+    """uint8 images of any size that divides by 16, square or not; several are stacked by channel."""
+
+    def __init__(self, *, spec: Spec, depth: int, stages: Sequence[int] = STAGES) -> None:
+        super().__init__()
+        self.keys = image_keys(spec)
+        channels, _, _ = image_shape(spec, len(stages))
+        widths = [channels] + [depth * multiple for multiple in stages]
+        self.blocks = nn.ModuleList(ConvDown(a, b) for a, b in itertools.pairwise(widths))
+        self.embed_dim = image_embed_dim(spec, depth, stages)
+
+    def forward(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """obs: name -> (*batch, C, H, W) uint8 -> embed (*batch, embed_dim)."""
+        image = join_images(obs, self.keys)
+        batch = image.shape[:-3]
+        x = image.flatten(0, -4) if len(batch) else image.unsqueeze(0)
+        if fast():
+            return encode_folded(list(self.blocks), x).reshape(*batch, self.embed_dim)
+        x = (x.float() / 255.0 - 0.5).contiguous(memory_format=torch.channels_last)
+        for block in self.blocks:
+            x = block(x)
+        return x.permute(0, 2, 3, 1).reshape(*batch, self.embed_dim)
+
+
+def image_embed_dim(spec: Spec, depth: int, stages: Sequence[int] = STAGES) -> int:
+    _, height, width = image_shape(spec, len(stages))
+    return depth * stages[-1] * (height >> len(stages)) * (width >> len(stages))
+
+
+# --------------------
+# Encoder of dict observations: vectors through an MLP, images through convolutions, joined.
+
+
+class DictEncoder(nn.Module):
+    """Takes whatever the environment offers, or of that the `keys`; `embed` is (vector part, image part) side by side."""
+
+    def __init__(
+        self, *, spec: Spec, units: int, depth: int, layers: int = 3, keys: Sequence[str] | None = None
+    ) -> None:
+        super().__init__()
+        spec = chosen(spec, keys, "encoder")
+        parts: list[MLPEncoder | ImageEncoder] = []
+        if vector_keys(spec):
+            parts.append(MLPEncoder(spec=spec, units=units, layers=layers))
+        if image_keys(spec):
+            parts.append(ImageEncoder(spec=spec, depth=depth))
+        self.parts = nn.ModuleList(parts)
+        self.embed_dim = sum(part.embed_dim for part in parts)
+
+    def forward(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """obs: name -> (*batch, …) -> embed (*batch, embed_dim)."""
+        outputs = [part(obs) for part in self.parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+
+def dict_embed_dim(spec: Spec, *, units: int, depth: int, keys: Sequence[str] | None = None) -> int:
+    """Width of a DictEncoder's output, without building one."""
+    spec = chosen(spec, keys, "encoder")
+    vector = units if vector_keys(spec) else 0
+    return vector + (image_embed_dim(spec, depth) if image_keys(spec) else 0)

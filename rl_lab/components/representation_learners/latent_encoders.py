@@ -1,0 +1,204 @@
+"""TD-MPC's encoder of vector observations: an MLP that ends in the latent space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rl_lab.components.nn.normed_mlp import GROUP, Layer, NormedMLP, initialise, simnorm
+from rl_lab.components.representation_learners.encoders import (
+    image_keys,
+    join_images,
+    join_vectors,
+    vector_keys,
+    vector_size,
+)
+from rl_lab.errors import ConfigError
+from rl_lab.records import Spec
+
+# Observations that say what the task is; they are not part of its state.
+TASK_KEYS = ("task", "action_mask")
+
+
+def state_keys(spec: Spec) -> list[str]:
+    """Vector observations that describe the state."""
+    return [key for key in vector_keys(spec) if key not in TASK_KEYS]
+
+
+class LatentEncoder(nn.Module):
+    """All vector observations side by side in sorted order -> latent.
+
+    layers:   hidden layers are max(layers - 1, 1), then one into the latent (nicklashansen/tdmpc2: num_enc_layers)
+    context:  width of a task's embedding beside the observation
+    """
+
+    augments = False  # takes no noise
+
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        latent: int,
+        units: int,
+        layers: int = 2,
+        context: int = 0,
+        hidden: str = "norm+mish",
+        out: str = "norm+simnorm",
+        init: str = "normal",
+        group: int = GROUP,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.keys = state_keys(spec)
+        if not self.keys:
+            raise ConfigError(
+                f"{spec.name} has no vector observation: use components/encoder=tdmpc_pixels for images"
+            )
+        if image_keys(spec):
+            raise ConfigError(
+                f"{spec.name} has images and vectors, and this encoder sees one kind: keep some of "
+                f"{sorted(spec.observations)} with environment.observations=[…]"
+            )
+        width = sum(vector_size(spec, key) for key in self.keys)
+        words = [hidden] * max(layers - 1, 1)
+        inputs = [width, context] if context else [width]
+        self.mlp = NormedMLP(inputs, units, latent, hidden=words, out=out, init=init, group=group)
+
+    def forward(
+        self, obs: Mapping[str, torch.Tensor], *task: torch.Tensor, noise: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """obs: name -> (*batch, …), task: (*batch, context) where there is one -> latent (*batch, L)."""
+        return self.mlp(join_vectors(obs, self.spec, self.keys), *task)
+
+
+# --------------------
+# Random shift of images: the augmentation of DrQ and TD-MPC (Kostrikov et al. 2021).
+
+
+def random_shift(image: torch.Tensor, noise: torch.Tensor, pad: int) -> torch.Tensor:
+    """Each image moved by up to `pad` pixels, its border repeated: (N, C, H, W), noise (N, 2) uniform -> (N, C, H, W).
+
+    Moves by whole pixels, so that it is a choice of rows and columns: exact, in the image's own dtype.
+    """
+    count, channels, height, width = image.shape
+    shift = (noise * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (N, 2); noise × n may round up to n
+    # Repeating the border is reading the nearest row that exists.
+    rows = (torch.arange(height, device=image.device) + shift[:, :1]).clamp(0, height - 1)  # (N, H)
+    columns = (torch.arange(width, device=image.device) + shift[:, 1:]).clamp(0, width - 1)  # (N, W)
+    flat = (rows.unsqueeze(-1) * width + columns.unsqueeze(1)).view(count, 1, height * width)
+    moved = image.reshape(count, channels, -1).gather(2, flat.expand(-1, channels, -1))
+    return moved.view(count, channels, height, width)
+
+
+# --------------------
+# TD-MPC's encoder of images: random shift, four convolutions, the latent space.
+
+
+class LatentImageEncoder(nn.Module):
+    """x/255 − 0.5 → convolutions with ReLU between → flat → latent.
+
+    TD-MPC2 (nicklashansen/tdmpc2 common/layers.py) ends in SimNorm right after the flattening, which fits one latent
+    size only: where the widths are equal, so does this; else a layer of `out` leads into the latent.
+
+    shift:    pixels of the random shift, applied where `noise` is given: in training. Acting sees the picture as it is.
+    """
+
+    augments = True
+
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        latent: int,
+        channels: int = 32,
+        kernels: Sequence[int] = (7, 5, 3, 3),
+        strides: Sequence[int] = (2, 2, 2, 1),
+        shift: int = 3,
+        out: str = "norm+simnorm",
+        init: str = "normal",
+        group: int = GROUP,
+        context: int = 0,
+    ) -> None:
+        super().__init__()
+        self.keys = image_keys(spec)
+        if not self.keys:
+            raise ConfigError(f"{spec.name} has no image: use components/encoder=tdmpc_state for vectors")
+        if context:
+            raise ConfigError("several tasks from images are not supported: use vector observations")
+        self.shift = shift
+        self.group = group
+        shapes = [spec.observations[key].shape for key in self.keys]
+        inputs, sides = sum(shape[0] for shape in shapes), list(shapes[0][1:])
+        convs = []
+        for kernel, stride in zip(kernels, strides, strict=True):
+            convs.append(nn.Conv2d(inputs, channels, kernel, stride))
+            inputs, sides = channels, [(side - kernel) // stride + 1 for side in sides]
+        if min(sides) < 1:
+            raise ConfigError(f"images of {shapes[0][1:]} are too small for kernels {list(kernels)}")
+        self.convs = nn.ModuleList(convs)
+        for conv in convs:
+            if init == "orthogonal":
+                initialise(conv.weight.data.view(channels, -1), init)
+                nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+        self.flat = channels * sides[0] * sides[1]
+        activation = out.rpartition("+")[2]
+        self.bare = self.flat == latent and activation == "simnorm"
+        self.out = None if self.bare else Layer([self.flat], latent, out, init=init, group=group)
+        if self.bare and latent % group:
+            raise ConfigError(f"a latent of {latent} does not divide into groups of {group}")
+
+    def forward(
+        self, obs: Mapping[str, torch.Tensor], *task: torch.Tensor, noise: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """obs: name -> (*batch, C, H, W) uint8, noise: (*batch, 2) uniform -> latent (*batch, L)."""
+        image = join_images(obs, self.keys)
+        batch = image.shape[:-3]
+        image = image.reshape(-1, *image.shape[-3:])
+        if noise is not None and self.shift:
+            image = random_shift(image, noise.reshape(-1, 2), self.shift)
+        x = image.float() / 255.0 - 0.5
+        for number, conv in enumerate(self.convs):
+            x = conv(F.relu(x) if number else x)
+        x = x.flatten(1)
+        if self.out is None:
+            x = simnorm(x, self.group)
+        else:
+            x = self.out(F.relu(x))
+        return x.view(*batch, -1)
+
+
+# --------------------
+# A learned vector for each task, of length at most 1 (TD-MPC2's multi-task form).
+
+
+class TaskEmbedding(nn.Module):
+    """One row per task; tasks arrive as one-hot vectors, as every whole number in an observation does here.
+
+    `project` shortens rows that have grown beyond length 1. The original asks torch's embedding to do so at every
+    look-up, which reads from the device and cannot be captured; here an update ends with it.
+    """
+
+    def __init__(self, *, spec: Spec, width: int) -> None:
+        super().__init__()
+        if "task" not in spec.observations:
+            raise ConfigError(
+                f"{spec.name} has one task only: its observations are {sorted(spec.observations)}"
+            )
+        if width < 1:
+            raise ConfigError("a task's embedding needs a width: set algorithm.task_width, for example to 96")
+        tasks = spec.observations["task"].shape[0]
+        self.width = width
+        # nicklashansen/tdmpc2 common/init.py: uniform ±0.02
+        self.weight = nn.Parameter(torch.empty(tasks, width).uniform_(-0.02, 0.02))
+
+    def forward(self, task: torch.Tensor) -> torch.Tensor:
+        """task: (…, tasks) one-hot -> (…, width)."""
+        return task.float() @ self.weight
+
+    @torch.no_grad()
+    def project(self) -> None:
+        norm = torch.linalg.vector_norm(self.weight, dim=-1, keepdim=True)
+        self.weight.div_(norm.clamp(min=1.0))

@@ -1,0 +1,117 @@
+"""The config of a run that already has checkpoints: what may change, and whether it is still the one trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from rl_lab.errors import ConfigError
+from rl_lab.records import Spec
+from rl_lab.run_folder import describe_differences
+from rl_lab.utils.files import json_safe
+
+# What may differ when a run is resumed: how long and how visibly it runs, not what it computes.
+SAFE_ON_RESUME = (
+    "training.total_timesteps",
+    "training.log",
+    "training.evaluate",
+    "training.report",
+    "training.checkpoint",
+    "training.on_nonfinite",
+    "training.on_save_failure",
+    "training.on_damaged_replay",
+    "training.profile",
+    "training.resume_path",
+    "training.threads",
+    "experiment.device",
+    "logging",
+    "wandb",
+    "environment.workers",
+    "environment.timeout",
+    "environment.restarts",
+    "environment.history_limit",
+    "environment.video_every",
+    "buffers.*.storage",
+    "buffers.*.folder",
+    "buffers.offline.path",
+    "environment.eval",
+    "run_dir",
+    "output_root",
+)
+
+
+# Modules of the layout before 2026-11-18 that saved configs name, and where their classes are now.
+MOVED = {
+    "rl_lab.buffers.episode_priorities": "rl_lab.buffers.episodes.samplers",
+    "rl_lab.buffers.stored_episodes": "rl_lab.buffers.episodes.buffer",
+    "rl_lab.components.controllers.explorer": "rl_lab.components.controllers.random_policy",
+    "rl_lab.components.controllers.policy_prior": "rl_lab.components.controllers.tdmpc",
+    "rl_lab.components.controllers.q_ensemble": "rl_lab.components.controllers.tdmpc",
+    "rl_lab.components.dynamics.delta_token_model": "rl_lab.components.dynamics.token_world_model",
+    "rl_lab.components.dynamics.frame_token_model": "rl_lab.components.dynamics.token_world_model",
+    "rl_lab.components.dynamics.gru_backbone": "rl_lab.components.dynamics.sequence_backbone",
+    "rl_lab.components.dynamics.latent_dynamics": "rl_lab.components.dynamics.deterministic_mlp",
+    "rl_lab.components.nn.ema_quantizer": "rl_lab.components.nn.quantizers",
+    "rl_lab.components.nn.frame_trunks": "rl_lab.components.controllers.recurrent_actor_critic",
+    "rl_lab.components.nn.fsq": "rl_lab.components.nn.quantizers",
+    "rl_lab.components.nn.latent_heads": "rl_lab.components.nn.heads",
+    "rl_lab.components.nn.perceptual": "rl_lab.components.nn.losses",
+    "rl_lab.components.nn.reconstruction_losses": "rl_lab.components.nn.losses",
+    "rl_lab.components.nn.task_embedding": "rl_lab.components.representation_learners.latent_encoders",
+    "rl_lab.components.nn.vector_quantizer": "rl_lab.components.nn.quantizers",
+    "rl_lab.components.nn.weight_decay": "rl_lab.components.nn.optim",
+    "rl_lab.components.representation_learners.decoder": "rl_lab.components.representation_learners.decoders",
+    "rl_lab.components.representation_learners.dict_encoder": "rl_lab.components.representation_learners.encoders",
+    "rl_lab.components.representation_learners.frame_tokenizer": "rl_lab.components.representation_learners.tokenizer",
+    "rl_lab.components.representation_learners.latent_encoder": "rl_lab.components.representation_learners.latent_encoders",
+    "rl_lab.components.representation_learners.latent_image_encoder": "rl_lab.components.representation_learners.latent_encoders",
+    "rl_lab.components.representation_learners.mlp_encoder": "rl_lab.components.representation_learners.encoders",
+    "rl_lab.workflows.dreamer_mpc": "rl_lab.workflows.dreamer.mpc",
+}
+
+
+def current_targets(config: Any) -> Any:
+    """A plain config with every `_target_` of the earlier layout replaced by today's path."""
+    if isinstance(config, Mapping):
+        return {
+            key: _current(value) if key == "_target_" and isinstance(value, str) else current_targets(value)
+            for key, value in config.items()
+        }
+    return [current_targets(item) for item in config] if isinstance(config, list) else config
+
+
+def _current(target: str) -> str:
+    module, _, name = target.rpartition(".")
+    return f"{MOVED[module]}.{name}" if module in MOVED else target
+
+
+def is_safe(path: str) -> bool:
+    return any(fnmatch(path, safe) or fnmatch(path, f"{safe}.*") for safe in SAFE_ON_RESUME)
+
+
+def difference_from(trained: Mapping[str, Any] | None, config: Mapping[str, Any]) -> str:
+    """What of a plain config is not as a checkpoint was trained with, in a sentence; "" when nothing is.
+
+    A config.yaml that was edited or damaged since would go on as another run, silently. trained: from the
+    checkpoint's manifest; older ones have none.
+    """
+    if trained is None:
+        return ""
+    for path, (old, new) in sorted(describe_differences(current_targets(trained), json_safe(config)).items()):
+        if not is_safe(path):
+            return f"{path} is {new!r}, but the checkpoint was trained with {old!r}"
+    return ""
+
+
+def check_same_spec(file: Path, trained: Mapping[str, Any] | None, spec: Spec) -> None:
+    """The shapes that a run's folder states are those that its checkpoint was trained with."""
+    if trained is not None and trained != json_safe(spec.to_dict()):
+        raise ConfigError(f"{file} has changed: it has {spec.to_dict()}, but the checkpoint {trained}")
+
+
+def check_same_config(file: Path, trained: Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
+    difference = difference_from(trained, config)
+    if difference:
+        raise ConfigError(f"{file} has changed: {difference}. Put it back, or start a new run")

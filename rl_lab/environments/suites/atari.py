@@ -1,0 +1,255 @@
+"""Suite `atari`: Atari games in the 200-million-frame setting (sticky, all actions, 96×96 gray)
+
+Settings of DreamerV3's current preset `atari` (danijar/dreamerv3, configs.yaml and embodied/envs/atari.py), whose
+protocol is Machado et al. 2018 with up to 30 no-ops. The ROMs come with ale-py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rl_lab.errors import ConfigError, closest
+
+EXTRA = "atari"
+HANDLES = frozenset({"size", "action_repeat", "time_limit"})
+
+# The 57 games of the benchmark (Hessel et al. 2018), under their ROMs' names. Others in ale-py work too.
+NAMES = (
+    "alien amidar assault asterix asteroids atlantis bank_heist battle_zone beam_rider berzerk bowling boxing breakout "
+    "centipede chopper_command crazy_climber defender demon_attack double_dunk enduro fishing_derby freeway frostbite "
+    "gopher gravitar hero ice_hockey jamesbond kangaroo krull kung_fu_master montezuma_revenge ms_pacman "
+    "name_this_game phoenix pitfall pong private_eye qbert riverraid road_runner robotank seaquest skiing solaris "
+    "space_invaders star_gunner surround tennis time_pilot tutankham up_n_down venture video_pinball "
+    "wizard_of_wor yars_revenge zaxxon"
+)
+GAMES = NAMES.split()
+
+
+def tasks() -> list[str]:
+    return list(GAMES)
+
+
+def resolve(task: str) -> str:
+    """The ROM's name for a game: `space_invaders`, `SpaceInvaders` and `space-invaders` are one."""
+    import ale_py.roms
+
+    games = {_plain(game): game for game in ale_py.roms.get_all_rom_ids()}
+    if _plain(task) not in games:
+        raise ConfigError(f"no Atari game '{task}'.{closest(task.lower(), games.values())}")
+    return games[_plain(task)]
+
+
+def step_seconds(task: str) -> float:
+    return 800e-6
+
+
+def make(
+    task: str,
+    *,
+    render: bool = False,
+    size: tuple[int, int] | None = None,
+    action_repeat: int | None = None,
+    time_limit: int | None = None,
+    gray: bool = True,
+    sticky: float = 0.25,
+    full_actions: bool = True,
+    noops: int = 30,
+    life_loss: str = "off",
+) -> gymnasium.Env:
+    """`time_limit` is in decisions; without one a game is truncated after 108,000 frames (30 minutes)."""
+    repeat = action_repeat or 4
+    return AtariEnv(
+        task,
+        size=size or (96, 96),
+        gray=gray,
+        action_repeat=repeat,
+        sticky=sticky,
+        full_actions=full_actions,
+        noops=(0, noops),
+        max_frames=108_000 if time_limit is None else time_limit * repeat,
+        life_loss=life_loss,
+        render_mode="rgb_array" if render else None,
+    )
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
+
+
+# --------------------
+# Atari on the Arcade Learning Environment: one decision is `action_repeat` frames, the last two pooled by maximum.
+#
+# Written from the published descriptions: Mnih et al. 2015 (no-ops, pooling, frame skip), Machado et al. 2018
+# (sticky actions), and the settings of DreamerV3 and IRIS, which differ in the order of resizing and pooling.
+
+
+# ITU-R BT.601, applied after resizing (DreamerV3, embodied/envs/atari.py)
+GRAY = np.array([0.299, 0.587, 0.114])
+NOOP = 0
+LIFE_LOSS = ("off", "end", "restart")
+
+StepResult = tuple[np.ndarray, float, bool, bool, dict[str, Any]]
+
+
+class AtariEnv(gymnasium.Env):
+    """One game.
+
+    game:             a ROM's name, as ale-py writes it ("space_invaders")
+    size:             height and width of the observation
+    gray:             one channel instead of three
+    sticky:           chance, each frame, that the action before goes on instead of the one chosen
+    full_actions:     all 18 joystick positions, or only those that do something in this game
+    noops:            (least, most) frames without action after a reset, drawn evenly; they count for the limit
+                      when `count_noops`
+    resize_first:     resize both frames, then take their maximum (IRIS); else the maximum first (DreamerV3)
+    max_frames:       emulator frames after which the game is truncated
+    life_loss:        "off": nothing. "end": a lost life ends the episode and the game goes on in the next one, after
+                      one decision of doing nothing (IRIS). "restart": it ends the episode and the game.
+    life_loss_within: notice a lost life at its frame (DreamerV3), or only after the whole decision (IRIS)
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012 (Gymnasium's form)
+
+    def __init__(
+        self,
+        game: str,
+        *,
+        size: tuple[int, int] = (64, 64),
+        gray: bool = False,
+        action_repeat: int = 4,
+        sticky: float = 0.0,
+        full_actions: bool = False,
+        noops: tuple[int, int] = (0, 30),
+        count_noops: bool = False,
+        resize_first: bool = False,
+        max_frames: int = 108_000,
+        life_loss: str = "off",
+        life_loss_within: bool = True,
+        render_mode: str | None = None,
+    ) -> None:
+        import ale_py
+
+        if life_loss not in LIFE_LOSS:
+            raise ConfigError(f"life_loss={life_loss!r}: use one of {', '.join(LIFE_LOSS)}")
+        self.game = game
+        self.size = size
+        self.gray = gray
+        self.action_repeat = action_repeat
+        self.sticky = sticky
+        self.noops = noops
+        self.count_noops = count_noops
+        self.resize_first = resize_first
+        self.max_frames = max_frames
+        self.life_loss = life_loss
+        self.life_loss_within = life_loss_within
+        self.render_mode = render_mode
+        # Before the first emulator is made, which would greet.
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+        self.ale = ale_py.ALEInterface()
+        # Sticky actions are drawn here, from the episode's seed: the emulator's own generator takes a seed only
+        # while it loads a game, and loading takes a hundred milliseconds.
+        self.ale.setFloat("repeat_action_probability", 0.0)
+        rom = ale_py.roms.get_rom_path(game)
+        if rom is None:
+            raise ConfigError(f"ale-py has no ROM for '{game}'")
+        self.ale.loadROM(rom)
+        self._switched_on = self.ale.cloneState()
+        self._actions = self.ale.getLegalActionSet() if full_actions else self.ale.getMinimalActionSet()
+        self._screen = np.zeros((*self.ale.getScreenDims(), 3), np.uint8)
+        self._frames = np.zeros((2, *(size if resize_first else self._screen.shape[:2]), 3), np.uint8)
+        self._newest = 0
+        self._elapsed = 0  # frames of this game
+        self._lives = 0
+        self._held: Any = NOOP  # the action of the last frame
+        self.reset_continues = False  # the last episode ended by a lost life, not with the game
+        self.observation_space = spaces.Box(0, 255, (*size, 1 if gray else 3), np.uint8)
+        self.action_space = spaces.Discrete(len(self._actions))
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """A new game, or the next life of the open one; `options={"restart": True}` always begins a game."""
+        super().reset(seed=seed)
+        if self.reset_continues and not (options or {}).get("restart"):
+            self.reset_continues = False
+            self._act(NOOP)
+            if not self._over():
+                self._lives = self.ale.lives()
+                return self._observe(), {}
+        self.reset_continues = False
+        # Pressing reset is not enough: some games (Assault, Tennis, …) begin differently after different games.
+        self.ale.restoreState(self._switched_on)
+        self.ale.reset_game()
+        self._held = NOOP
+        noops = int(self.np_random.integers(self.noops[0], self.noops[1] + 1))
+        for _ in range(noops):
+            self.ale.act(NOOP)
+            if self.ale.game_over():
+                self.ale.reset_game()
+        self._elapsed = noops if self.count_noops else 0
+        self._lives = self.ale.lives()
+        self._capture()
+        self._frames[1 - self._newest] = self._frames[self._newest]
+        return self._observe(), {}
+
+    def step(self, action: Any) -> StepResult:
+        reward = self._act(self._actions[action])
+        terminated = self.ale.game_over()
+        lives = self.ale.lives()
+        # Some games show zero lives for a while before they are over, so zero is left to the game's own end.
+        lost = self.life_loss != "off" and 0 < lives < self._lives
+        truncated = not terminated and self._elapsed >= self.max_frames
+        self.reset_continues = lost and self.life_loss == "end" and not (terminated or truncated)
+        self._lives = lives
+        return self._observe(), reward, terminated or lost, truncated and not lost, {}
+
+    def render(self) -> np.ndarray:
+        """(210, 160, 3) uint8: the screen as the emulator draws it."""
+        return self.ale.getScreenRGB()
+
+    def _act(self, action: Any) -> float:
+        """One decision: reward summed over its frames, the last two captured; an end stops early."""
+        reward = 0.0
+        watch_lives = self.life_loss != "off" and self.life_loss_within
+        for frame in range(self.action_repeat):
+            if not self.sticky or self.np_random.random() >= self.sticky:
+                self._held = action
+            reward += self.ale.act(self._held)
+            self._elapsed += 1
+            if frame >= self.action_repeat - 2:
+                self._capture()
+            if self._over() or (watch_lives and 0 < self.ale.lives() < self._lives):
+                break
+        return reward
+
+    def _over(self) -> bool:
+        return self.ale.game_over() or self._elapsed >= self.max_frames
+
+    def _capture(self) -> None:
+        self._newest = 1 - self._newest
+        if self.resize_first:
+            self.ale.getScreenRGB(self._screen)
+            self._frames[self._newest] = _resize(self._screen, self.size)
+        else:
+            self.ale.getScreenRGB(self._frames[self._newest])
+
+    def _observe(self) -> np.ndarray:
+        """(H, W, C) uint8"""
+        image = np.maximum(self._frames[0], self._frames[1])
+        if not self.resize_first:
+            image = _resize(image, self.size)
+        if not self.gray:
+            return image
+        red, green, blue = (image[..., channel] * GRAY[channel] for channel in range(3))
+        return (red + green + blue).astype(np.uint8)[..., None]
+
+
+def _resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """(H, W, 3) uint8 at (height, width), by Pillow's bilinear filter, which antialiases."""
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))

@@ -1,0 +1,167 @@
+"""Suite `carracing`: CarRacing-v3, a car on a random track seen from above
+
+    carracing/continuous    steering, gas, brake
+    carracing/discrete      do nothing, right, left, gas, brake
+
+    backend: gymnasium      Gymnasium's own
+             envpool        EnvPool's in C++, some times faster (see `carracing_envpool`); continuous only
+
+The frame is 96×96 RGB; `crop` leaves out the 12 rows of instruments, as World Models does (Ha and Schmidhuber 2018,
+who scale the rest to 64×64 and let an episode have 1,000 frames).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rl_lab.errors import ConfigError, MissingPackageError, closest
+from rl_lab.utils.install import install_line
+
+EXTRA = "box2d"
+TASKS = ("continuous", "discrete")
+BACKENDS = ("gymnasium", "envpool")
+INSTRUMENTS = 12  # rows at the bottom of the frame
+
+
+def tasks() -> list[str]:
+    return list(TASKS)
+
+
+def resolve(task: str) -> str:
+    if task not in TASKS:
+        raise ConfigError(f"no task 'carracing/{task}'.{closest(task, TASKS)}")
+    return task
+
+
+def make(
+    task: str,
+    *,
+    render: bool = False,
+    backend: str = "gymnasium",
+    crop: bool = False,
+    lap_complete_percent: float = 0.95,
+    domain_randomize: bool = False,
+) -> gymnasium.Env:
+    if backend not in BACKENDS:
+        raise ConfigError(f"environment.backend={backend!r}:{closest(str(backend), BACKENDS)}")
+    if backend == "envpool":
+        env = _make_envpool(task, render, lap_complete_percent, domain_randomize)
+    else:
+        env = _make_gymnasium(task, render, lap_complete_percent, domain_randomize)
+    return Crop(env) if crop else env
+
+
+def _make_gymnasium(task: str, render: bool, percent: float, randomize: bool) -> gymnasium.Env:
+    try:
+        return gymnasium.make(
+            "CarRacing-v3",
+            continuous=task == "continuous",
+            lap_complete_percent=percent,
+            domain_randomize=randomize,
+            render_mode="rgb_array" if render else None,
+            disable_env_checker=True,
+        )
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise MissingPackageError(
+            f"carracing/{task} needs Box2D and pygame: {install_line(EXTRA)}"
+        ) from error
+
+
+def _make_envpool(task: str, render: bool, percent: float, randomize: bool) -> gymnasium.Env:
+
+    if task != "continuous" or randomize:
+        what = "domain_randomize" if randomize else f"carracing/{task}"
+        raise ConfigError(
+            f"EnvPool's CarRacing has no {what}: leave it out, or set environment.backend=gymnasium"
+        )
+    try:
+        env = PooledCarRacing(lap_complete_percent=percent, render_mode="rgb_array" if render else None)
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"environment.backend=envpool needs EnvPool (750 MB): {install_line('envpool')} ({error})"
+        ) from error
+    return gymnasium.wrappers.TimeLimit(env, MAX_STEPS)
+
+
+class Crop(gymnasium.ObservationWrapper):
+    """The frame without its instruments."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        assert env.observation_space.shape is not None
+        height, width, channels = env.observation_space.shape
+        self.observation_space = spaces.Box(0, 255, (height - INSTRUMENTS, width, channels), np.uint8)
+
+    def observation(self, observation: Any) -> np.ndarray:
+        return observation[:-INSTRUMENTS]
+
+
+def step_seconds(task: str) -> float:
+    return 8e-3
+
+
+# --------------------
+# EnvPool's CarRacing behind Gymnasium's interface: one car, one thread, a seed for every episode.
+#
+# The same game as Gymnasium's, written anew in C++ by its authors: the same physics to within float32, the same rewards
+# and ends, the same drawing without smoothed edges. Tracks are drawn from another generator, so a seed names another
+# track.
+
+
+MAX_STEPS = 1000  # of Gymnasium's registration; kept by a wrapper outside, where it can be replaced
+NO_LIMIT = 2**30
+
+
+class PooledCarRacing(gymnasium.Env):
+    """A pool of one. EnvPool takes a seed only when a pool is made, which takes a millisecond, so each episode has its own."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (Gymnasium's form)
+
+    def __init__(self, *, lap_complete_percent: float = 0.95, render_mode: str | None = None) -> None:
+        import envpool
+
+        self._make_pool = envpool.make_gymnasium
+        self._pool: Any = None
+        self._frame = np.zeros((96, 96, 3), np.uint8)
+        self.lap_complete_percent = lap_complete_percent
+        self.render_mode = render_mode
+        self.observation_space = spaces.Box(0, 255, self._frame.shape, np.uint8)
+        low, high = np.array([-1.0, 0.0, 0.0], np.float32), np.ones(3, np.float32)
+        self.action_space = spaces.Box(low, high)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the precision of its own bounds
+            self._pool = self._make_pool(
+                "CarRacing-v3",
+                num_envs=1,
+                num_threads=1,
+                seed=int(self.np_random.integers(2**31)),
+                max_episode_steps=NO_LIMIT,
+                lap_complete_percent=self.lap_complete_percent,
+            )
+        self._frame = self._pool.reset()[0][0]
+        return self._frame, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = self._pool.step(np.asarray(action, np.float32)[None])
+        self._frame = obs[0]
+        return self._frame, float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
+
+    def render(self) -> np.ndarray:
+        """(96, 96, 3) uint8: EnvPool draws no larger frame."""
+        return self._frame
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

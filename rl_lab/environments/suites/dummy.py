@@ -1,0 +1,285 @@
+"""Suite `dummy`: small deterministic environments with known answers, for tests and first steps.
+
+    dummy/discrete     a cue tells which of 3 actions is right               best return 10
+    dummy/continuous   a cue tells the point to send, in 2 dimensions        best return 10
+    dummy/dict         picture and vector tell the two parts of the action   best return 10
+    dummy/catch        a picture: catch the falling balls                    best return 3
+    dummy/count        counts: observation and reward are the step's number
+
+The first three end by truncation after `length` steps, or by termination with the third mistake. Every step
+tells `log/hits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rl_lab.errors import ConfigError, closest
+
+# --------------------
+# Catch: a ball falls, a paddle moves. The smallest game with pictures, memory of motion and a delayed reward.
+#
+# In the manner of bsuite's Catch (Osband et al. 2019), written anew: several balls an episode, any picture size.
+
+
+BALL, PADDLE, FIELD = (240, 200, 60), (80, 170, 255), (16, 16, 32)
+
+
+class Catch(gymnasium.Env):
+    """Observation: a picture (side, side, 3). Actions: left, stay, right. +1 for a ball caught, -1 for one missed.
+
+    cells:   the field's side; the ball falls one cell a step
+    length:  balls of an episode, which then terminates: the best return is `length`
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's form)
+
+    def __init__(
+        self, cells: int = 8, side: int = 64, length: int = 3, render_mode: str | None = None
+    ) -> None:
+        self.cells, self.side, self.length = cells, side, length
+        self.render_mode = render_mode
+        self.observation_space = spaces.Box(0, 255, (side, side, 3), np.uint8)
+        self.action_space = spaces.Discrete(3)
+        self.fallen = 0
+
+    @property
+    def best_return(self) -> float:
+        return float(self.length)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.fallen = 0
+        self.paddle = self.cells // 2
+        self._throw()
+        return self.render(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.paddle = int(np.clip(self.paddle + int(action) - 1, 0, self.cells - 1))
+        self.row += 1
+        reward, info = 0.0, {"log/hits": 0.0}
+        if self.row == self.cells - 1:
+            caught = self.column == self.paddle
+            reward, info["log/hits"] = (1.0, 1.0) if caught else (-1.0, 0.0)
+            self.fallen += 1
+            if self.fallen < self.length:
+                self._throw()
+        return self.render(), reward, self.fallen >= self.length, False, info
+
+    def render(self) -> np.ndarray:
+        """The observation itself."""
+        field = np.empty((self.cells, self.cells, 3), np.uint8)
+        field[:] = FIELD
+        field[-1, self.paddle] = PADDLE
+        field[self.row, self.column] = BALL
+        # Cell i begins at pixel i · side / cells: every size is filled, also one that cells does not divide.
+        index = np.arange(self.side) * self.cells // self.side
+        return field[index][:, index]
+
+    def _throw(self) -> None:
+        self.row, self.column = 0, int(self.np_random.integers(self.cells))
+
+
+EXTRA = ""
+MISTAKES = 3  # the one that terminates
+FRAME = 32
+
+StepResult = tuple[Any, float, bool, bool, dict[str, Any]]
+
+
+class CueEnv(gymnasium.Env):
+    """Shows a cue, scores the answer in [0, 1], shows the next."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's form)
+
+    def __init__(self, length: int = 10, render_mode: str | None = None) -> None:
+        self.length = length
+        self.render_mode = render_mode
+        self.elapsed = 0
+        self.mistakes = 0
+
+    @property
+    def best_return(self) -> float:
+        return float(self.length)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.elapsed = self.mistakes = 0
+        self.draw_cue()
+        return self.observe(), {}
+
+    def step(self, action: Any) -> StepResult:
+        reward, hit = self.score(action)
+        self.elapsed += 1
+        self.mistakes += not hit
+        self.draw_cue()
+        terminated = self.mistakes >= MISTAKES
+        truncated = self.elapsed >= self.length and not terminated
+        return self.observe(), reward, terminated, truncated, {"log/hits": float(hit)}
+
+    def render(self) -> np.ndarray:
+        """A bar for the time passed, red for each mistake."""
+        frame = np.full((FRAME, FRAME, 3), 40, np.uint8)
+        frame[: FRAME // 2, : FRAME * self.elapsed // self.length] = (90, 200, 90)
+        frame[FRAME // 2 :, : FRAME * self.mistakes // MISTAKES] = (220, 60, 60)
+        return frame
+
+    def draw_cue(self) -> None:
+        raise NotImplementedError
+
+    def observe(self) -> Any:
+        raise NotImplementedError
+
+    def score(self, action: Any) -> tuple[float, bool]:
+        raise NotImplementedError
+
+
+class DiscreteCue(CueEnv):
+    """Observation: one-hot cue and the share of time passed. The right action is the cue's number."""
+
+    CHOICES = 3
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.observation_space = spaces.Box(0.0, 1.0, (self.CHOICES + 1,), np.float32)
+        self.action_space = spaces.Discrete(self.CHOICES)
+
+    def draw_cue(self) -> None:
+        self.cue = int(self.np_random.integers(self.CHOICES))
+
+    def observe(self) -> np.ndarray:
+        obs = np.zeros(self.CHOICES + 1, np.float32)
+        obs[self.cue] = 1.0
+        obs[-1] = self.elapsed / self.length
+        return obs
+
+    def score(self, action: Any) -> tuple[float, bool]:
+        hit = int(action) == self.cue
+        return float(hit), hit
+
+
+class ContinuousCue(CueEnv):
+    """Observation: the point to send, in [-1, 1]², and the share of time passed. Misses cost their distance.
+
+    The action space is uneven on purpose: it shows whether actions are rescaled.
+    """
+
+    LOW, HIGH = np.array([-2.0, -1.0], np.float32), np.array([2.0, 3.0], np.float32)
+    NEAR = 0.75  # mean distance that still counts as a hit
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.observation_space = spaces.Box(-1.0, 1.0, (3,), np.float32)
+        self.action_space = spaces.Box(self.LOW, self.HIGH, dtype=np.float32)
+
+    def draw_cue(self) -> None:
+        self.cue = self.np_random.uniform(-1.0, 1.0, 2).astype(np.float32)
+
+    def observe(self) -> np.ndarray:
+        return np.append(self.cue, np.float32(self.elapsed / self.length))
+
+    def score(self, action: Any) -> tuple[float, bool]:
+        sent = 2.0 * (np.asarray(action) - self.LOW) / (self.HIGH - self.LOW) - 1.0
+        distance = float(np.abs(sent - self.cue).mean())
+        return 1.0 - distance, distance < self.NEAR
+
+
+class DictCue(CueEnv):
+    """Observation: a picture (16, 16, 3) with a lit column, and a one-hot vector. The action has a part for each."""
+
+    COLUMNS, CHOICES, SIZE = 4, 3, 16
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.observation_space = spaces.Dict(
+            {
+                "image": spaces.Box(0, 255, (self.SIZE, self.SIZE, 3), np.uint8),
+                "vector": spaces.Box(0.0, 1.0, (self.CHOICES,), np.float32),
+            }
+        )
+        self.action_space = spaces.MultiDiscrete([self.COLUMNS, self.CHOICES])
+
+    def draw_cue(self) -> None:
+        self.cue = (int(self.np_random.integers(self.COLUMNS)), int(self.np_random.integers(self.CHOICES)))
+
+    def observe(self) -> dict[str, np.ndarray]:
+        image = np.zeros((self.SIZE, self.SIZE, 3), np.uint8)
+        width = self.SIZE // self.COLUMNS
+        image[:, self.cue[0] * width : (self.cue[0] + 1) * width, 0] = 255
+        image[:, :, 2] = 255 * self.elapsed // self.length
+        vector = np.zeros(self.CHOICES, np.float32)
+        vector[self.cue[1]] = 1.0
+        return {"image": image, "vector": vector}
+
+    def score(self, action: Any) -> tuple[float, bool]:
+        right = (int(action[0]) == self.cue[0]) + (int(action[1]) == self.cue[1])
+        return right / 2, right > 0
+
+
+class Count(gymnasium.Env):
+    """Observation and reward of step k are k (the reset is step 0), whatever is done; `length` steps an episode."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's form)
+
+    def __init__(self, length: int = 5, truncate: bool = False, render_mode: str | None = None) -> None:
+        self.length = length
+        self.truncate = truncate
+        self.render_mode = render_mode
+        self.count = 0
+        self.observation_space = spaces.Box(0.0, np.inf, (1,), np.float32)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> StepResult:
+        self.count += 1
+        end = self.count >= self.length
+        obs = np.full(1, self.count, np.float32)
+        return obs, float(self.count), end and not self.truncate, end and self.truncate, {"log/steps": 1.0}
+
+    def render(self) -> np.ndarray:
+        frame = np.zeros((FRAME, FRAME, 3), np.uint8)
+        frame[:, : FRAME * self.count // self.length] = 255
+        return frame
+
+
+TASKS: dict[str, Callable[..., gymnasium.Env]] = {
+    "discrete": DiscreteCue,
+    "continuous": ContinuousCue,
+    "dict": DictCue,
+    "catch": Catch,
+    "count": Count,
+}
+
+
+def tasks() -> list[str]:
+    return sorted(TASKS)
+
+
+def resolve(task: str) -> str:
+    if task not in TASKS:
+        raise ConfigError(f"no environment 'dummy/{task}'.{closest(task, TASKS)}")
+    return task
+
+
+def step_seconds(task: str) -> float:
+    return 15e-6
+
+
+def make(task: str, *, render: bool = False, **options: Any) -> gymnasium.Env:
+    """One of the environments above; options: `length`, for count `truncate`, for catch `cells` and `side`."""
+    return TASKS[task](render_mode="rgb_array" if render else None, **options)

@@ -1,0 +1,116 @@
+"""Suite `memory_maze`: Memory Maze, a 3D maze whose targets must be remembered (64×64 RGB, 6 actions)
+
+    memory_maze/9x9, 11x11, 13x13, 15x15
+
+Pasukonis et al. 2022, "Evaluating Long-Term Memory in 3D Mazes". Episodes of 1,000 to 4,000 steps; the border of the
+picture has the colour of the target to find. The package asks for the old `gym` without saying so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from rl_lab.environments.rendering import choose_renderer
+from rl_lab.environments.suites.gym import load_old_gym
+from rl_lab.environments.wrappers import resize
+from rl_lab.errors import ConfigError, closest
+
+EXTRA = "memory-maze"
+HANDLES = frozenset({"size"})
+TASKS = ("9x9", "11x11", "13x13", "15x15")
+SMALLEST = 64  # pixels: below, the package's coloured border covers the whole picture
+
+
+def tasks() -> list[str]:
+    return list(TASKS)
+
+
+def resolve(task: str) -> str:
+    if task not in TASKS:
+        raise ConfigError(f"no task 'memory_maze/{task}'.{closest(task, TASKS)}")
+    return task
+
+
+def make(
+    task: str, *, render: bool = False, size: tuple[int, int] | None = None, good_visibility: bool = False
+) -> gymnasium.Env:
+    """`good_visibility` puts the targets above the walls."""
+    choose_renderer(needed=True)
+    return MemoryMazeEnv(
+        task,
+        size=size or (SMALLEST, SMALLEST),
+        good_visibility=good_visibility,
+        render_mode="rgb_array" if render else None,
+    )
+
+
+class MemoryMazeEnv(gymnasium.Env):
+    """A new maze each episode. The maze's generator takes its seed only when it is built, so each has its own."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012 (Gymnasium's form)
+
+    def __init__(
+        self, task: str, *, size: tuple[int, int], good_visibility: bool, render_mode: str | None = None
+    ) -> None:
+        load_old_gym()
+        import gym  # noqa: F401 (the package's own modules import it)
+        from absl import logging
+        from memory_maze import tasks as mazes
+
+        logging.set_verbosity(logging.ERROR)  # every reset would warn of a velocity that a maze does not have
+
+        self._build = getattr(mazes, f"memory_maze_{task}")
+        self._arguments = {
+            "image_only_obs": True,
+            "camera_resolution": max(SMALLEST, *size),  # it draws squares
+            "good_visibility": good_visibility,
+        }
+        self._env: Any = None
+        self._image = np.zeros((*size, 3), np.uint8)
+        self.render_mode = render_mode
+        self.observation_space = spaces.Box(0, 255, self._image.shape, np.uint8)
+        self.action_space = spaces.Discrete(6)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.close()
+        self._env = self._build(seed=int(self.np_random.integers(2**31)), **self._arguments)
+        return self._look(self._env.reset()), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        result = self._env.step(int(action))
+        terminated = result.last() and result.discount == 0.0
+        return (
+            self._look(result),
+            float(result.reward or 0.0),
+            terminated,
+            result.last() and not terminated,
+            {},
+        )
+
+    def render(self) -> np.ndarray:
+        """(H, W, 3) uint8: what the agent sees."""
+        return self._image
+
+    def _look(self, result: Any) -> np.ndarray:
+        image = result.observation
+        if image.shape != self.observation_space.shape:
+            height, width, _ = self._image.shape
+            image = resize(np.ascontiguousarray(image.transpose(2, 0, 1)), (height, width)).transpose(1, 2, 0)
+        self._image = image
+        return image
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+
+def step_seconds(task: str) -> float:
+    return 40e-3

@@ -1,0 +1,1 @@
+"""`rl-lab report --dream`: how far a world model can be trusted."""

@@ -1,0 +1,318 @@
+"""Who is looking, and which of them steers. Lives in the server's event loop.
+
+The first page has the controls; later ones look on. When it closes, the controls are free: the next page that opens
+takes them, or one that looks on asks for them. When nobody is looking the session rests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import math
+import struct
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from rl_lab.errors import LabError
+from rl_lab.tools.play.commands import Command, parse_command
+from rl_lab.tools.play.session import PlaySession
+
+# --------------------
+# What goes over the WebSocket. To the page: frames (binary) and status (JSON). From it: requests (JSON).
+#
+# A frame is a little-endian uint32 n, n bytes of JSON {"panels": [{title, width, height, type, bytes}], "header": [[name,
+# value], …], "step", "ack", "done", "numbers"}, then the pictures one behind the other.
+
+
+SMALL = 128 * 128  # pixels up to which a picture is sent without loss
+LARGEST_MESSAGE = 4096  # bytes of a request
+
+
+def encode_frame(session: PlaySession) -> bytes:
+    """The session's present as one message."""
+    pictures, panels = [], []
+    for title, image in session.panels():
+        kind, data = encode_picture(image)
+        pictures.append(data)
+        height, width = image.shape[:2]
+        panels.append({"title": title, "width": width, "height": height, "type": kind, "bytes": len(data)})
+    moment = session.moment
+    numbers = {"reward": moment.reward, **session.numbers, **moment.extra}
+    head = {
+        "panels": panels,
+        "header": session.header(),
+        "step": session.step,
+        "ack": session.acknowledged,
+        "done": moment.done,
+        "numbers": {name: value for name, value in numbers.items() if math.isfinite(value)},
+    }
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return b"".join([struct.pack("<I", len(text)), text, *pictures])
+
+
+def decode_frame(message: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """A frame's head and its pictures."""
+    (size,) = struct.unpack_from("<I", message)
+    head = json.loads(message[4 : 4 + size])
+    pictures, at = [], 4 + size
+    for panel in head["panels"]:
+        pictures.append(message[at : at + panel["bytes"]])
+        at += panel["bytes"]
+    return head, pictures
+
+
+def encode_picture(image: np.ndarray) -> tuple[str, bytes]:
+    """Media type and bytes: PNG for small pictures, whose pixels people count; JPEG for large ones."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    picture = Image.fromarray(np.ascontiguousarray(image))
+    if image.shape[0] * image.shape[1] <= SMALL:
+        picture.save(buffer, format="PNG", compress_level=1)
+        return "image/png", buffer.getvalue()
+    picture.save(buffer, format="JPEG", quality=90)
+    return "image/jpeg", buffer.getvalue()
+
+
+def decode_request(text: str | bytes | None) -> Command | str | None:
+    """A request of a page: a Command, "take" (the controls), or None for whatever is none."""
+    if not isinstance(text, str) or len(text) > LARGEST_MESSAGE:
+        return None
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if message == {"do": "take"}:
+        return "take"
+    return parse_command(message)
+
+
+# --------------------
+# A session in a thread of its own, so that a server can go on serving while a model thinks.
+
+
+MOST_WAITING = 256  # requests; beyond them the oldest are forgotten
+
+
+class Runner(threading.Thread):
+    """Steps a session when it is due and tells `on_change` after every step and request.
+
+    It rests while `active` is off: nobody is looking. Only this thread touches the session.
+    """
+
+    def __init__(self, session: PlaySession, on_change: Callable[[PlaySession], None]) -> None:
+        super().__init__(name="play", daemon=True)
+        self.session = session
+        self.on_change = on_change
+        self.active = False
+        self._commands: deque[Command] = deque(maxlen=MOST_WAITING)
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._dirty = False
+
+    def submit(self, command: Command) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def set_active(self, active: bool) -> None:
+        with self._wake:
+            self.active = active
+            self._wake.notify()
+
+    def refresh(self) -> None:
+        """Tell `on_change` once more: somebody new is looking."""
+        with self._wake:
+            self._dirty = True
+            self._wake.notify()
+
+    def stop(self) -> None:
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self.is_alive():
+            self.join()
+
+    def run(self) -> None:
+        while True:
+            with self._wake:
+                if not self._commands and not self._dirty and not self._stopping:
+                    self._wake.wait(self.session.wait_seconds() if self.active else None)
+                if self._stopping:
+                    return
+                commands = list(self._commands)
+                self._commands.clear()
+                dirty, self._dirty = self._dirty, False
+            if self._turn(commands) or commands or dirty:
+                self.on_change(self.session)
+
+    def _turn(self, commands: list[Command]) -> bool:
+        """What was asked, then a step if one is due. A failure pauses and is shown; it does not end the session."""
+        session = self.session
+        try:
+            for command in commands:
+                session.do(command)
+            return self.active and session.wait_seconds() <= 0.0 and session.advance()
+        except LabError as error:
+            self._failed(str(error))
+        except Exception as error:
+            traceback.print_exc()
+            self._failed(f"{type(error).__name__}: {error}")
+            time.sleep(0.05)
+        return True
+
+    def _failed(self, message: str) -> None:
+        self.session.paused = True
+        self.session.message = message
+        self.session.changes += 1
+
+
+MOST_VIEWERS = 64
+
+
+class Viewer:
+    """One open page: the newest frame and status that it has not got yet. A slow one misses frames, and delays nobody."""
+
+    def __init__(self, socket: WebSocket) -> None:
+        self.socket = socket
+        self.frame: bytes | None = None
+        self.status: str | None = None
+        self.news = asyncio.Event()
+
+    def offer(self, *, frame: bytes | None = None, status: str | None = None) -> None:
+        self.frame = frame if frame is not None else self.frame
+        self.status = status if status is not None else self.status
+        self.news.set()
+
+    async def write(self) -> None:
+        while True:
+            await self.news.wait()
+            self.news.clear()
+            status, frame, self.status, self.frame = self.status, self.frame, None, None
+            if status is not None:
+                await self.socket.send_text(status)
+            if frame is not None:
+                await self.socket.send_bytes(frame)
+
+
+class Hub:
+    """Pages on one side, the session's thread on the other."""
+
+    def __init__(self, session: PlaySession, about: dict[str, Any]) -> None:
+        self.session = session
+        self.about = about
+        self.runner = Runner(session, self._from_thread)
+        self.viewers: list[Viewer] = []
+        self.driver: Viewer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._frame: bytes | None = None
+        self._status: dict[str, Any] = {}
+        self._sent_changes = -1
+
+    def start(self) -> None:
+        """Begin; called inside the server's event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._status = self.session.status()
+        self._frame = encode_frame(self.session)
+        self.runner.start()
+
+    async def stop(self) -> None:
+        """End the session: its thread, an open recording, the environment."""
+
+        def end() -> None:
+            self.runner.stop()
+            self.session.close()
+
+        await asyncio.get_running_loop().run_in_executor(None, end)
+
+    async def serve(self, socket: WebSocket) -> None:
+        """One page, from its opening to its closing."""
+        await socket.accept()
+        if len(self.viewers) >= MOST_VIEWERS:
+            await socket.close(code=1013, reason="too many viewers")
+            return
+        viewer = Viewer(socket)
+        self.viewers.append(viewer)
+        if self.driver is None:
+            self.driver = viewer
+        self.runner.set_active(True)
+        viewer.offer(frame=self._frame)
+        self._tell()
+        self.runner.refresh()
+        writer = asyncio.create_task(viewer.write())
+        reader = asyncio.create_task(self._read(viewer))
+        try:
+            await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (writer, reader):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+            self._left(viewer)
+            if socket.application_state is not WebSocketState.DISCONNECTED:
+                with contextlib.suppress(RuntimeError, WebSocketDisconnect):
+                    await socket.close()
+
+    async def _read(self, viewer: Viewer) -> None:
+        with contextlib.suppress(WebSocketDisconnect):
+            while True:
+                message = await viewer.socket.receive()
+                if message["type"] == "websocket.disconnect":
+                    return
+                request = decode_request(message.get("text"))
+                if request == "take" and self.driver is None:
+                    self.driver = viewer
+                    self._tell()
+                elif isinstance(request, Command) and viewer is self.driver:
+                    self.runner.submit(request)
+
+    def _left(self, viewer: Viewer) -> None:
+        self.viewers.remove(viewer)
+        if viewer is self.driver:
+            self.driver = None
+            self.runner.submit(Command("release"))
+            self.runner.submit(Command("record", False))
+        self.runner.set_active(bool(self.viewers))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Everybody's status: the same for all but who steers."""
+        for viewer in self.viewers:
+            mine = {
+                "steers": viewer is self.driver,
+                "free": self.driver is None,
+                "viewers": len(self.viewers),
+                "about": self.about,
+            }
+            viewer.offer(status=json.dumps({**self._status, **mine}))
+
+    def _from_thread(self, session: PlaySession) -> None:
+        """The session moved on; called in its thread, which alone may read it."""
+        frame = encode_frame(session)
+        status: dict[str, Any] | None = None
+        if session.changes != self._sent_changes or session.mode == "episodes":
+            self._sent_changes = session.changes
+            status = session.status()
+        self._call(lambda: self._publish(frame, status))
+
+    def _publish(self, frame: bytes, status: dict[str, Any] | None) -> None:
+        self._frame = frame
+        for viewer in self.viewers:
+            viewer.offer(frame=frame)
+        if status is not None:
+            self._status = status
+            self._tell()
+
+    def _call(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function)

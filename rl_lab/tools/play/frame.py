@@ -1,0 +1,178 @@
+"""What play shows: moments, panels, and the sources that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rl_lab.utils.media import picture
+
+
+class Panel(NamedTuple):
+    """One picture with its title."""
+
+    title: str
+    image: np.ndarray  # (H, W, 3) uint8
+
+
+@dataclass
+class Moment:
+    """What arrived together, and the action that led to it."""
+
+    obs: dict[str, np.ndarray]  # name -> (…) as stored; empty where a recording holds pictures only
+    action: np.ndarray | None = None  # None: nothing led here, an episode begins
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    extra: dict[str, float] = field(default_factory=dict)  # more numbers for the header
+
+    @property
+    def is_first(self) -> bool:
+        return self.action is None
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class Source(Protocol):
+    """A place where steps happen: the real environment, a dream, both, or recorded episodes."""
+
+    def reset(self) -> Moment:
+        """Begin a new episode."""
+
+    def step(self, action: np.ndarray) -> Moment:
+        """Take an action."""
+
+    def agent_action(self) -> np.ndarray:
+        """What the agent does here."""
+
+    def think(self) -> dict[str, float]:
+        """What the policy thinks here (value, entropy), where it tells; its memory follows what it sees."""
+
+    def panels(self, parts: bool) -> list[Panel]:
+        """What there is to see now; `parts` adds what the model sees and makes of it."""
+
+
+# --------------------
+# Pictures: observations as images, panels side by side, the header under them.
+
+
+HEIGHT = 320  # of a panel in a video; smaller pictures are enlarged by whole factors up to it
+BARS = 24  # numbers that are drawn as bars; longer vectors become a map of dots
+GROUND, INK, DIM = (13, 17, 23), (230, 237, 243), (125, 133, 144)
+PLUS, MINUS = (88, 166, 255), (247, 129, 102)
+
+
+def observation_picture(obs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """(H, W, 3) uint8: the images of an observation side by side; its numbers as bars where there are none."""
+    images = [picture(value) for value in obs.values() if value.dtype == np.uint8 and value.ndim == 3]
+    if images:
+        height = max(image.shape[0] for image in images)
+        return np.concatenate([_padded(image, height) for image in images], axis=1)
+    if not obs:
+        return notice("no picture")
+    return number_picture(np.concatenate([np.ravel(value).astype(np.float32) for value in obs.values()]))
+
+
+def number_picture(numbers: np.ndarray, size: int = 256) -> np.ndarray:
+    """(size, size, 3): a vector as bars from the middle, blue up and red down, on a logarithmic scale."""
+    frame = np.empty((size, size, 3), np.uint8)
+    frame[:] = GROUND
+    # Symmetric logarithm: 0 in the middle, 10 near the border, the same scale for every vector and moment.
+    scaled = np.clip(np.sign(numbers) * np.log1p(np.abs(numbers)) / np.log(12.0), -1.0, 1.0)
+    if len(numbers) > BARS:
+        side = int(np.ceil(np.sqrt(len(numbers))))
+        cells = np.zeros(side * side, np.float32)
+        cells[: len(numbers)] = scaled
+        share = np.abs(cells).reshape(side, side, 1)
+        color = np.where(cells.reshape(side, side, 1) >= 0, PLUS, MINUS)
+        dots = (np.asarray(GROUND) * (1 - share) + color * share).astype(np.uint8)
+        factor = max(1, size // side)
+        return dots.repeat(factor, 0).repeat(factor, 1)
+    middle, height = size // 2, size / len(numbers)
+    for index, value in enumerate(scaled):
+        top, bottom = int(index * height + 0.15 * height), max(1, int((index + 1) * height - 0.15 * height))
+        left, right = sorted((middle, middle + int(value * (middle - 4))))
+        frame[top:bottom, left : right + 1] = PLUS if value >= 0 else MINUS
+    frame[:, middle] = DIM
+    return frame
+
+
+def number(value: float) -> str:
+    """A number in a few characters that do not jump: three decimals, fewer where it is large."""
+    if isinstance(value, int):
+        return str(value)
+    if not np.isfinite(value) or abs(value) >= 1e6:
+        return f"{value:.3g}"
+    text = f"{value:.{3 if abs(value) < 100 else 1}f}"
+    return text.lstrip("-") if float(text) == 0 else text
+
+
+def notice(text: str, size: int = 256) -> np.ndarray:
+    """A dark square with a sentence."""
+    image, draw = _canvas(size, size)
+    draw.text((size // 2, size // 2), text, fill=DIM, font=_font(14), anchor="mm")
+    return np.asarray(image)
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Where two pictures differ, bright; grey where their sizes do not agree."""
+    if one.shape != other.shape:
+        return notice("sizes differ")
+    gap = np.abs(one.astype(np.int16) - other.astype(np.int16)).clip(0, 255)
+    return gap.astype(np.uint8)
+
+
+def compose(panels: Sequence[Panel], header: Sequence[tuple[str, str]] = ()) -> np.ndarray:
+    """(H, W, 3) uint8, sides even: panels with titles beside each other, header fields under them."""
+    shown = [(panel.title, enlarged(panel.image)) for panel in panels]
+    gap, title = 8, 24
+    width = sum(image.shape[1] for _, image in shown) + gap * (len(shown) + 1)
+    height = max(image.shape[0] for _, image in shown) + title + gap
+    bottom = 44 if header else 0
+    canvas, draw = _canvas(width + width % 2, height + bottom + (height + bottom) % 2)
+    left = gap
+    for text, image in shown:
+        draw.text((left, title // 2), text, fill=DIM, font=_font(13), anchor="lm")
+        canvas.paste(_image(image), (left, title))
+        left += image.shape[1] + gap
+    for index, (name, value) in enumerate(header):
+        x = gap + index * (width - gap) // max(1, len(header))
+        draw.text((x, height + 8), name, fill=DIM, font=_font(11))
+        draw.text((x, height + 22), value, fill=INK, font=_font(14))
+    return np.asarray(canvas)
+
+
+def enlarged(image: np.ndarray, height: int = HEIGHT) -> np.ndarray:
+    """By whole factors, so that pixels stay sharp."""
+    factor = max(1, height // max(image.shape[:2]))
+    return image.repeat(factor, 0).repeat(factor, 1) if factor > 1 else image
+
+
+def _padded(image: np.ndarray, height: int) -> np.ndarray:
+    return np.pad(image, [(0, height - image.shape[0]), (0, 0), (0, 0)])
+
+
+def _canvas(width: int, height: int) -> tuple[Any, Any]:
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (width, height), GROUND)
+    return image, ImageDraw.Draw(image)
+
+
+def _image(array: np.ndarray) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(array)
+
+
+@lru_cache(maxsize=8)
+def _font(size: int) -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size=size)

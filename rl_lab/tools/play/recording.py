@@ -1,0 +1,223 @@
+"""What a session keeps: recordings that a person starts and stops, and episodes that they are asked about."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_lab.records import Spec
+from rl_lab.tools.play.frame import Moment
+from rl_lab.utils.files import write_atomic
+from rl_lab.utils.media import save_video
+
+# --------------------
+# A film that grows frame by frame: mp4 straight to disk, or GIF where ffmpeg is missing.
+
+
+MOST_KEPT = 900  # frames kept in memory for a GIF
+
+
+class Movie:
+    """Frames of one size; later ones are cut or padded to the first. Nothing is left of it unless it is finished."""
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self.path = path  # without suffix
+        self.fps = fps
+        self.frames = 0
+        self._writer: Any = None
+        self._size: tuple[int, int] | None = None
+        self._kept: list[np.ndarray] | None = None  # where no mp4 can be written
+        self._temporary = path.with_name(f".{path.name}.mp4.part")
+
+    def add(self, frame: np.ndarray) -> None:
+        """(H, W, 3) uint8, sides even."""
+        if self._size is None:
+            self._size = frame.shape[0], frame.shape[1]
+            self._open()
+        frame = _fitted(frame, self._size)
+        self.frames += 1
+        if self._kept is not None:
+            if len(self._kept) < MOST_KEPT:
+                self._kept.append(frame)
+            return
+        self._writer.send(np.ascontiguousarray(frame))
+
+    def finish(self) -> Path | None:
+        """The file, None when there was no frame."""
+        if self._kept is not None:
+            return save_video(self.path, np.stack(self._kept), self.fps)
+        if self._writer is None:
+            return None
+        self._writer.close()
+        self._writer = None
+        target = self.path.with_name(self.path.name + ".mp4")
+        self._temporary.replace(target)
+        return target
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._temporary.unlink(missing_ok=True)
+        self._kept = None
+
+    def _open(self) -> None:
+        assert self._size is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            import imageio_ffmpeg
+
+            self._writer = imageio_ffmpeg.write_frames(
+                str(self._temporary),
+                (self._size[1], self._size[0]),
+                fps=self.fps,
+                quality=7,
+                macro_block_size=1,
+                ffmpeg_log_level="error",
+                output_params=["-f", "mp4", "-movflags", "+faststart"],
+            )
+            self._writer.send(None)
+        except ImportError:
+            self._kept = []
+        except (OSError, RuntimeError) as error:  # no ffmpeg binary, or one that gave up
+            warnings.warn(f"no mp4 ({str(error).strip()[:200]}): recordings become GIFs", stacklevel=2)
+            self._kept, self._writer = [], None
+
+
+def _fitted(frame: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    if frame.shape[:2] == size:
+        return frame
+    target = np.zeros((*size, 3), np.uint8)
+    height, width = min(size[0], frame.shape[0]), min(size[1], frame.shape[1])
+    target[:height, :width] = frame[:height, :width]
+    return target
+
+
+# --------------------
+# Recordings: what was seen as mp4, what happened as .npz that `buffer/offline` can train on.
+#
+# The .npz is the plain episode of docs/howto/offline_data.md: observations (K+1), actions, rewards, terminated,
+# truncated (K). A recording that goes over an episode's end becomes one .npz for each episode.
+
+
+class Recorder:
+    """From `add` to `keep` or `discard`."""
+
+    def __init__(self, folder: Path, spec: Spec, *, fps: float, label: str = "") -> None:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        self.spec = spec
+        self.path = folder / f"{stamp}{'_' + label if label else ''}_{secrets.token_hex(2)}"
+        self.movie = Movie(self.path, fps)
+        self._episodes: list[list[Moment]] = []
+
+    def add(self, moment: Moment, frame: np.ndarray) -> None:
+        if moment.is_first or not self._episodes:
+            self._episodes.append([])
+        self._episodes[-1].append(moment)
+        self.movie.add(frame)
+
+    @property
+    def frames(self) -> int:
+        return self.movie.frames
+
+    def keep(self) -> list[Path]:
+        """Write the files; their paths, the film first."""
+        film = self.movie.finish()
+        files = [film] if film is not None else []
+        told = [moments for moments in self._episodes if len(moments) > 1 and moments[0].obs]
+        for number, moments in enumerate(told, start=1):
+            name = self.path.name + (f"_{number}" if number > 1 else "") + ".npz"
+            files.append(write_episode(self.path.with_name(name), moments, self.spec))
+        return files
+
+    def discard(self) -> None:
+        self.movie.discard()
+
+
+def write_episode(path: Path, moments: list[Moment], spec: Spec) -> Path:
+    """K+1 moments as an episode of K steps."""
+    names = list(moments[0].obs)
+    single = len(spec.observations) == 1
+    arrays = {
+        ("observations" if single else f"observations/{name}"): np.stack(
+            [moment.obs[name] for moment in moments]
+        )
+        for name in names
+    }
+    later = moments[1:]
+    arrays["actions"] = np.stack([np.asarray(moment.action) for moment in later])
+    arrays["rewards"] = np.array([moment.reward for moment in later], np.float32)
+    arrays["terminated"] = np.array([moment.terminated for moment in later])
+    arrays["truncated"] = np.array([moment.truncated for moment in later])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
+    return path
+
+
+class Keeping:
+    """ask: at each episode's end, whether to keep it"""
+
+    def __init__(self, folder: Path, spec: Spec, *, ask: bool) -> None:
+        self.folder = folder
+        self.spec = spec
+        self.ask = ask
+        self.asking = False  # an answer is waited for
+        self.files: list[Path] = []  # of the last recording
+        self._recording: Recorder | None = None
+        self._episode: Recorder | None = None
+
+    @property
+    def recording(self) -> int | None:
+        """Frames of the open recording."""
+        return None if self._recording is None else self._recording.frames
+
+    def start(self, moment: Moment, frame: np.ndarray, *, fps: float, label: str) -> None:
+        self._recording = Recorder(self.folder, self.spec, fps=fps, label=label)
+        self._recording.add(moment, frame)
+
+    def stop(self) -> list[Path]:
+        if self._recording is not None:
+            self.files = self._recording.keep()
+            self._recording = None
+        return self.files
+
+    def begin_episode(self, *, fps: float, label: str) -> None:
+        """A new episode begins; one that nobody was asked about is left behind. Replayed ones are kept already."""
+        self.asking = False
+        if self._episode is not None:
+            self._episode.discard()
+            self._episode = None
+        if self.ask and label != "episodes":
+            self._episode = Recorder(self.folder, self.spec, fps=fps, label=f"{label}_episode")
+
+    def add(self, moment: Moment, frame: Callable[[], np.ndarray]) -> None:
+        """A moment has come; the frame is drawn only if someone keeps it."""
+        wanted = [recorder for recorder in (self._recording, self._episode) if recorder is not None]
+        drawn = frame() if wanted else None
+        for recorder in wanted:
+            assert drawn is not None
+            recorder.add(moment, drawn)
+        self.asking = moment.done and self._episode is not None
+
+    def answer(self, keep: bool) -> list[Path]:
+        """The files that were kept."""
+        self.asking = False
+        episode, self._episode = self._episode, None
+        if episode is None:
+            return []
+        if not keep:
+            episode.discard()
+            return []
+        self.files = episode.keep()
+        return self.files
+
+    def close(self) -> None:
+        self.stop()
+        if self._episode is not None:
+            self._episode.discard()

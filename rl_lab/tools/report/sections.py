@@ -1,0 +1,247 @@
+"""The parts of a report's page: what is said of runs in tables and pictures, and in which order."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rl_lab.errors import LabError, closest
+from rl_lab.tools.report.figures import MOST_PANELS, draw_small_multiples
+from rl_lab.tools.report.page import Section, Table
+from rl_lab.tools.report.runs import OF_ONE_RUN, RunData, Summary, config_differences, newest_media
+from rl_lab.tools.report.scores import (
+    aggregate_table,
+    draw_aggregates,
+    draw_efficiency,
+    draw_profiles,
+    improvement_table,
+    method_scores,
+    published_aggregates,
+    published_sources,
+    published_tables,
+    scale_name,
+    task_table,
+)
+from rl_lab.tools.terminal import NONE, count, duration, number
+
+MEDIA_SHOWN = 12  # files in the gallery, over all runs
+# Pictures of small multiples: prefix of the keys -> heading. Any other prefix follows under its own name.
+HEADINGS = {
+    "train": "Training",
+    "controller": "Controller",
+    "eval": "Evaluation",
+    "collect": "Collection",
+    "workflow": "Workflow",
+    "report": "Held-out batch",
+    "time": "Milliseconds per call",
+    "other": "Other metrics",
+}
+FEW = 3  # metrics of one prefix that get no picture of their own
+# Drawn by the learning curve and the time picture already.
+DRAWN_ELSEWHERE = ("collect/return_mean", "eval/return_mean", "time/*_share", "time/*_per_second")
+
+
+def title(runs: Sequence[RunData]) -> str:
+    names = list(dict.fromkeys(run.name for run in runs))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def subtitle(runs: Sequence[RunData]) -> str:
+    tasks = list(dict.fromkeys(run.task.full_name for run in runs if "environment.task" in run.config))
+    counted = f"{len(runs)} runs" if len(runs) > 1 else str(runs[0].folder.path)
+    more = f" and {len(tasks) - 4} more tasks" if len(tasks) > 4 else ""
+    return " · ".join(
+        [
+            *([", ".join(tasks[:4]) + more] if tasks else []),
+            counted,
+            f"report of {datetime.now():%Y-%m-%d %H:%M}",
+        ]
+    )
+
+
+def left_out_section(sentences: Sequence[str]) -> list[Section]:
+    """Runs that could not be drawn, with the reasons; nothing where all could."""
+    if not sentences:
+        return []
+    rows = [(sentence,) for sentence in sentences]
+    return [Section("Left out", tables=[Table(("runs that could not be drawn",), rows)])]
+
+
+def facts(summary: Summary) -> list[tuple[str, str, str]]:
+    """The big numbers above the curve of a single run."""
+    found = []
+    if summary.eval_last is not None:
+        spread = f"± {number(summary.eval_last_std)}" if summary.eval_last_std is not None else ""
+        found.append(("last evaluation", number(summary.eval_last), spread))
+    if summary.eval_best is not None:
+        value, step = summary.eval_best
+        found.append(("best evaluation", number(value), f"at step {step:,.0f}"))
+    if summary.train_last is not None:
+        found.append(("last training return", number(summary.train_last), ""))
+    total = f"of {summary.total_steps:,}" if summary.total_steps else ""
+    found.append(("environment steps", f"{summary.steps:,}", total))
+    found.append(("updates", f"{summary.updates:,}", f"{summary.frames:,} frames"))
+    if summary.seconds is not None:
+        found.append(("wall time", duration(summary.seconds), ""))
+    if summary.steps_per_second is not None:
+        found.append(("steps per second", number(summary.steps_per_second), ""))
+    return found
+
+
+def headline(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Table:
+    """One row a run."""
+    header = (
+        "run",
+        "seed",
+        "steps",
+        "frames",
+        "updates",
+        "eval last",
+        "eval best",
+        "train last",
+        "wall time",
+        "steps/s",
+    )
+    rows = []
+    for run, summary in zip(runs, summaries):
+        best = summary.eval_best
+        spread = "" if summary.eval_last_std is None else f" ± {number(summary.eval_last_std)}"
+        rows.append(
+            (
+                run.label,
+                str(run.seed if run.seed is not None else NONE),
+                count(summary.steps),
+                count(summary.frames),
+                count(summary.updates),
+                NONE if summary.eval_last is None else number(summary.eval_last) + spread,
+                NONE if best is None else f"{number(best[0])} at {best[1]:,.0f}",
+                number(summary.train_last),
+                duration(summary.seconds),
+                number(summary.steps_per_second),
+            )
+        )
+    return Table(header, rows, numbers=range(1, len(header)))
+
+
+def score_section(runs: Sequence[RunData], folder: Path) -> list[Section]:
+    """Scores over seeds and tasks; nothing for a single run, whose numbers stand at the top already."""
+    methods = method_scores(runs)
+    if len(runs) < 2 or not methods:
+        return []
+    plots = []
+    for name, draw in (("aggregates", draw_aggregates), ("profiles", draw_profiles)):
+        if draw(methods, folder / f"{name}.png"):
+            plots.append(folder / f"{name}.png")
+    if draw_efficiency(runs, folder / "efficiency.png"):
+        plots.append(folder / "efficiency.png")
+    tables = [task_table(methods)]
+    if over_tasks := aggregate_table(methods):
+        over_tasks.title = f"{scale_name(methods)} scores over tasks, with 95 % intervals"
+        tables.append(over_tasks)
+    if improvement := improvement_table(methods):
+        improvement.title = "probability of improvement"
+        tables.append(improvement)
+    note = (
+        "A run's score is its mean return over the last tenth of its steps, of evaluations where there are any. "
+        "Intervals are percentiles of the stratified bootstrap over runs (Agarwal et al. 2021)."
+    )
+    if len({run.task.full_name for run in runs}) > 1 and not scale_name(methods):
+        note += " Some task has no published normalisation, so there are no aggregates over tasks."
+    return [Section("Scores", note=note, plots=plots, tables=tables)]
+
+
+def published_section(runs: Sequence[RunData]) -> list[Section]:
+    """Published numbers beside ours, where the suite has them."""
+    methods = method_scores(runs)
+    tables = published_tables(methods)
+    if not tables:
+        return []
+    if together := published_aggregates(methods):
+        tables.insert(0, together)
+    note = (
+        "Mind the frames: a score after other numbers of frames, or by other evaluation rules, is no comparison. "
+        "Normalised: Atari by human and random play, DeepMind Control by 1,000."
+    )
+    sources = [("where the published numbers come from", "\n".join(published_sources(methods)))]
+    return [Section("Published", note=note, tables=tables, texts=sources)]
+
+
+def metric_sections(runs: Sequence[RunData], patterns: Sequence[str] | None, folder: Path) -> list[Section]:
+    """Small multiples of all metrics, or of those that patterns choose; one section for each large family."""
+    known = list(dict.fromkeys(key for run in runs for key in run.metrics.names()))
+    if patterns is None:
+        keys = [key for key in known if not any(fnmatch.fnmatchcase(key, drawn) for drawn in DRAWN_ELSEWHERE)]
+    else:
+        for pattern in patterns:
+            if not fnmatch.filter(known, pattern):
+                raise LabError(f"--keys {pattern}: no such metric was logged.{closest(pattern, known)}")
+        keys = [key for key in known if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)]
+    by_prefix: dict[str, list[str]] = {}
+    for key in sorted(keys):
+        by_prefix.setdefault(key.partition("/")[0], []).append(key)
+    few = [prefix for prefix, members in by_prefix.items() if len(members) < FEW]
+    # One picture for each large family, and one for all that is left.
+    families = {prefix: by_prefix[prefix] for prefix in _in_order(by_prefix) if prefix not in few}
+    if few:
+        families["other"] = [key for prefix in _in_order(few) for key in by_prefix[prefix]]
+    sections = []
+    for name, members in families.items():
+        path = folder / f"metrics_{re.sub(r'[^A-Za-z0-9_-]+', '_', name)}.png"
+        shown = draw_small_multiples(runs, members, path, full_names=name == "other")
+        left_out = len(members) - len(shown)
+        note = f"{left_out} more than the {MOST_PANELS} shown: choose with --keys" if left_out else ""
+        sections.append(Section(HEADINGS.get(name, name), note=note, plots=[path]))
+    return sections
+
+
+def _in_order(prefixes: Iterable[str]) -> list[str]:
+    order = list(HEADINGS)
+    return sorted(prefixes, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def config_section(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Section:
+    """What differs between groups (seeds are in the table of runs), one config per group, and where each run lies."""
+    firsts = list({run.group: run for run in reversed(runs)}.values())[::-1]
+    differences = config_differences(firsts).items()
+    rows = [(path, *map(_value, row)) for path, row in sorted(differences) if not path.startswith(OF_ONE_RUN)]
+    tables = [Table(("what differs", *(run.group for run in firsts)), rows)] if rows else []
+    texts = [
+        (
+            f"config of {run.label}" if len(runs) > 1 else "config",
+            run.folder.config_file.read_text(encoding="utf-8", errors="replace"),
+        )
+        for run in firsts
+    ]
+    for run, summary in zip(runs, summaries):
+        about = [str(run.folder.path), summary.code, *summary.checkpoints]
+        whose = f" of {run.label}" if len(runs) > 1 else ""
+        texts.append((f"folder, code and checkpoints{whose}", "\n".join(line for line in about if line)))
+    return Section("Config", tables=tables, texts=texts)
+
+
+def media(runs: Sequence[RunData]) -> list[tuple[Path, str]]:
+    """Newest videos and pictures of every run, with captions."""
+    each = max(2, MEDIA_SHOWN // len(runs))
+    found = []
+    for run in runs:
+        for file in newest_media(run, each):
+            words = _caption(file.relative_to(run.folder.media))
+            found.append((file, f"{run.label}: {words}" if len(runs) > 1 else words))
+    return found[: 2 * MEDIA_SHOWN]
+
+
+def _caption(file: Path) -> str:
+    """episodes/test/eval_episode_000020000.mp4 -> "eval episode, step 20,000 (episodes/test)"."""
+    name, _, step = file.stem.rpartition("_")
+    if not name or not step.isdigit():
+        name, step = file.stem, ""
+    words = name.replace("_", " ") + (f", step {int(step):,}" if step else "")
+    return f"{words} ({file.parent.as_posix()})"
+
+
+def _value(value: Any) -> str:
+    return NONE if value is None else str(value)

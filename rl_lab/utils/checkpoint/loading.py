@@ -1,0 +1,264 @@
+"""Finding a checkpoint that is whole, and reading it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_lab.errors import CheckpointError, LabError, closest
+from rl_lab.utils.checkpoint.manifest import (
+    REPLAY_FOLDER,
+    CheckpointVersionError,
+    migrate,
+    read_manifest,
+    replay_files,
+    replay_problems,
+    state_problem,
+)
+from rl_lab.utils.checkpoint.saveable import load_data
+
+Warn = Callable[[str], None]
+
+# What to do when the rows on disk are damaged, and the state is not: take an older checkpoint that is whole, and
+# only without one go on from the newest without those rows; or do that at once; or give up.
+ON_DAMAGED_REPLAY = ("older", "skip", "stop")
+
+_log = logging.getLogger("rl_lab.checkpoint")
+_log.addHandler(logging.NullHandler())  # `say` speaks for itself; without this, logging would print it twice
+
+
+def say(message: str, on_warning: Warn | None) -> None:
+    """A warning that is seen: in the log, and through the callback or as a Python warning."""
+    _log.warning(message)
+    if on_warning is not None:
+        on_warning(message)
+    else:
+        warnings.warn(message, stacklevel=3)
+
+
+class ReplayDamagedError(CheckpointError):
+    """State whole, rows not."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint whose state was read and found whole. `manifest` is None for a lone state file.
+
+    damaged: replay files that are not whole, where going on without them was allowed: buffer -> file -> problem
+    """
+
+    path: Path
+    state: dict[str, Any]
+    manifest: dict[str, Any] | None
+    damaged: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"] if self.manifest else self.state.get("global_step", 0))
+
+    @property
+    def complete(self) -> bool:
+        """Whether training can go on from here exactly: state and replay, not weights alone."""
+        return self.manifest is not None and self.manifest["kind"] == "full"
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self.manifest["info"] if self.manifest else {}
+
+
+def manifests(folder: Path) -> list[Path]:
+    """Manifests of step checkpoints, newest first."""
+    found = [path for path in folder.glob("step_*.json") if re.fullmatch(r"step_\d+\.json", path.name)]
+    return sorted(found, key=manifest_step, reverse=True)
+
+
+def manifest_step(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def load_checkpoint(
+    path: Path | str,
+    *,
+    weights: bool = False,
+    on_damaged_replay: str = "stop",
+    on_warning: Warn | None = None,
+) -> Loaded:
+    """Load a checkpoint: a state file (.pt), a run folder, or a checkpoints folder.
+
+    From a folder the newest good one is taken; a damaged one is named in a warning and the one before it
+    tried. A file named outright is that one or an error. A lone .pt without manifest is taken as weights.
+    weights: only the weights are wanted, so replay is not checked and weights-only checkpoints will do.
+    on_damaged_replay: see ON_DAMAGED_REPLAY; what was damaged is then in `Loaded.damaged`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        return _load_newest(folder, weights, on_damaged_replay, on_warning)
+    name, folder = path.name, path.parent
+    if name == "last.pt":
+        if not path.is_symlink():  # a file system without links
+            return _load_newest(folder, weights, on_damaged_replay, on_warning)
+        name = os.readlink(path)
+    manifest_path = folder / f"{name.split('.')[0]}.json"
+    if not path.exists() and not manifest_path.exists():
+        there = [other.name for other in (*folder.glob("*.pt"), *folder.glob("step_*.json"))]
+        raise CheckpointError(f"there is no checkpoint {path}.{closest(path.name, there)}")
+    if manifest_path.exists() and (manifest := read_manifest(manifest_path)):
+        linked = path.is_symlink() or not path.exists() or path.suffix == ".json"
+        if linked or manifest["state"]["file"] == name:
+            return _load(manifest_path, manifest, weights, skip=on_damaged_replay == "skip")
+    state = load_data(path, check_zip=True)
+    return Loaded(path, migrate(_checked_dict(state, path), path), None)
+
+
+def _load_newest(folder: Path, weights: bool, on_damaged_replay: str, on_warning: Warn | None) -> Loaded:
+    for _ in range(3):
+        tried: list[str] = []
+        lesser: list[str] = []
+        partial: list[tuple[Path, dict[str, Any]]] = []  # whole but for their replay, newest first
+        listing = manifests(folder)
+        for index, manifest_path in enumerate(listing):
+            try:
+                manifest = read_manifest(manifest_path)
+                if manifest["kind"] != "full" and not weights:
+                    lesser.append(manifest["state"]["file"])
+                    continue
+                try:
+                    return _load(manifest_path, manifest, weights, skip=on_damaged_replay == "skip")
+                except ReplayDamagedError:
+                    partial.append((manifest_path, manifest))
+                    raise
+            except CheckpointVersionError:
+                raise
+            except CheckpointError as error:
+                if not manifest_path.exists():
+                    continue  # a running trainer has just cleaned it away
+                tried.append(f"  {manifest_path.stem}: {error}")
+                following = (
+                    "trying the one before it" if index + 1 < len(listing) else "there is none before it"
+                )
+                say(f"CHECKPOINT DAMAGED: {error}; {following}", on_warning)
+        if partial and on_damaged_replay == "older":
+            return _load(*partial[0], weights, skip=True)
+        if manifests(folder) == listing:
+            break
+    if not tried and not lesser:
+        raise CheckpointError(f"there is no checkpoint in {folder}")
+    message = f"no checkpoint in {folder} can be resumed"
+    if tried:
+        message += "; tried:\n" + "\n".join(tried)
+    if partial:
+        message += "\ntraining.on_damaged_replay=skip goes on from the newest without the rows that are lost."
+    if lesser:
+        message += f"\nWeights alone are in {', '.join(lesser)}: load: takes them, to start again from them."
+    raise CheckpointError(message)
+
+
+def _load(manifest_path: Path, manifest: dict[str, Any], weights: bool, skip: bool = False) -> Loaded:
+    """The checkpoint of a manifest. skip: replay may be damaged; it is then told by `damaged`."""
+    folder = manifest_path.parent
+    try:
+        problem = state_problem(folder, manifest)
+        damaged = {} if weights or problem else replay_problems(folder, manifest)
+        path = folder / manifest["state"]["file"]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{manifest_path} lacks what a manifest has ({error!r})") from None
+    if problem:
+        raise CheckpointError(problem)
+    if damaged and not skip:
+        problems = [problem for files in damaged.values() for problem in files.values()]
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ReplayDamagedError(problems[0] + more)
+    state = _checked_dict(load_data(path), path)
+    return Loaded(path, migrate(state, path), manifest, damaged)
+
+
+def _checked_dict(state: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, where a checkpoint holds a dict")
+    return state
+
+
+def restore_buffers(
+    loaded: Loaded,
+    buffers: Mapping[str, Any],
+    *,
+    into: Path | None = None,
+    on_warning: Warn | None = None,
+) -> list[str]:
+    """Fill buffers from a checkpoint's replay; returns the names of those whose rows are not all there.
+
+    What their samplers remember would point at nothing, and must not be restored.
+
+    into: the checkpoints folder that the run will save to. When the replay lies elsewhere it is linked (or
+    copied) there first.
+    """
+    entries = loaded.manifest["buffers"] if loaded.manifest and loaded.complete else {}
+    source = loaded.folder / REPLAY_FOLDER
+    target = source if into is None else Path(into) / REPLAY_FOLDER
+    lacking = []
+    for name, buffer in buffers.items():
+        if name not in entries:
+            lacking.append(name)
+            say(f"{loaded.path} carries no replay for buffer '{name}': it starts empty", on_warning)
+            continue
+        damaged = loaded.damaged.get(name, {})
+        try:
+            if target.resolve() != source.resolve():
+                for file in entries[name].get("files", {}):
+                    if file not in damaged:
+                        _bring(source / name / file, target / name / file)
+            if damaged:
+                lacking.append(name)
+                _restore_in_part(loaded, name, buffer, target / name, on_warning)
+            else:
+                buffer.restore(target / name, entries[name])
+        except LabError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"replay of buffer '{name}' in {target / name} cannot be restored ({type(error).__name__}: {error})"
+            ) from error
+    return lacking
+
+
+def _restore_in_part(loaded: Loaded, name: str, buffer: Any, folder: Path, on_warning: Warn | None) -> None:
+    """Take what is whole of a buffer's rows, and say what is lost. State and counters are not touched by it."""
+    assert loaded.manifest is not None
+    if "skip_corrupt" in inspect.signature(buffer.restore).parameters:
+        lost = buffer.restore(folder, loaded.manifest["buffers"][name], skip_corrupt=True)
+        what = "; ".join(map(str, lost)) or "nothing"
+    else:
+        what = f"all its rows, for it cannot be restored in part: {'; '.join(loaded.damaged[name].values())}"
+    say(
+        f"REPLAY DAMAGED: buffer '{name}' lost {what}. Weights, optimizers and counters are those of step "
+        f"{loaded.step}, exactly.",
+        on_warning,
+    )
+
+
+def _bring(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another disk, or no hard links
+        os.link(source, target)
+        return
+    shutil.copyfile(source, target)
+
+
+def named_replay(folder: Path, manifest: Mapping[str, Any]) -> set[Path]:
+    """Paths of the replay files that a manifest names."""
+    return {folder / REPLAY_FOLDER / buffer / name for buffer, name, _ in replay_files(manifest)}

@@ -1,0 +1,470 @@
+"""DreamerV3 in its current form (Hafner et al. 2025, Nature; danijar/dreamerv3 @ e3f0224).
+
+A recurrent world model is learned from replay; actor and critic are learned in dreams that start from the states just
+inferred. The fast path is one fused hook, `update`: one step for all parts; the critic's loss on replayed rewards
+reaches the world model. `update_world_model` and `update_controller` do the halves apart, for curricula.
+docs/algorithms/dreamer.md has what differs from the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_lab.components.nn.categorical import one_hot
+from rl_lab.components.nn.fast_path import Aside, fast, fast_path, resolve_fast_path
+from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
+from rl_lab.components.nn.training_step import (
+    AverageGradients,
+    Gradients,
+    NonFiniteGuard,
+    find_gradients,
+    join_gradients,
+    keep_gradients,
+    optimizer_step,
+)
+from rl_lab.components.representation_learners.rssm_fast import FrozenDynamics, dream, dream_with_gradient
+from rl_lab.errors import ConfigError
+from rl_lab.records import (
+    ActMode,
+    ArraySpec,
+    Batch,
+    BatchSpec,
+    Dreamed,
+    Hook,
+    Imagined,
+    NoiseSpec,
+    Spec,
+    UpdateResult,
+)
+from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
+from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.dreamer.losses import (
+    Dreams,
+    Losses,
+    actor_critic_losses,
+    kl_losses,
+    mean_losses,
+    replay_value_loss,
+    total_loss,
+    value_dreams,
+)
+from rl_lab.workflows.dreamer.report import dreamer_report
+from rl_lab.workflows.dreamer.settings import DreamerSettings
+
+# --------------------
+# Dreamer without its training: the parts, acting with them, dreaming with them. dreamer.py adds how they learn.
+
+
+State = dict[str, torch.Tensor]
+
+
+class DreamerActing(WorldModelWorkflow):
+    """Components encoder, rssm, decoder, reward_head, continue_head, return_computer; controllers actor, critic."""
+
+    def _bind_context(self, context: WorkflowContext) -> None:
+        self.spec = context.spec
+        self.device = torch.device(context.device)
+        self.settings = DreamerSettings.from_config(context.config.algorithm)
+        training = context.config.training
+        self.precision = resolve_precision(str(training.precision), self.device)
+        self.fast = resolve_fast_path(training.get("fast_path", "auto"), self.device)
+        self.encoder = context.component("encoder", "forward")
+        self.rssm = context.component(
+            "rssm", "observe", "observe_sequence", "imagine_step", "prior", "feature"
+        )
+        self.decoder = context.component("decoder", "forward", "losses", "observations")
+        self.reward_head = context.component("reward_head", "predict", "loss")
+        self.continue_head = context.component("continue_head", "predict", "loss")
+        self.return_computer = context.component("return_computer", "__call__")
+        self.actor = context.controller("actor", "sample", "log_prob_and_entropy", "act")
+        self.through_dynamics = getattr(self.actor, "gradient", "reinforce") == "dynamics"
+        self.critic = context.controller("critic", "value", "slow_value", "loss", "update_slow")
+        if self.encoder.embed_dim != self.rssm.embed_dim:
+            raise ConfigError(
+                f"the encoder gives embeddings of width {self.encoder.embed_dim}, the RSSM expects "
+                f"{self.rssm.embed_dim}: set components.rssm.embed_dim={self.encoder.embed_dim}"
+            )
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """How networks compute here: in which precision, and whether by their fast forms."""
+        with autocast(self.precision, self.device), fast_path(self.fast):
+            yield
+
+    def infer(self, batch: Batch, noise: torch.Tensor) -> tuple[State, torch.Tensor]:
+        """Posterior states (B, T, …) of the rows after the context, and their log probabilities."""
+        context = self.settings.replay_context
+        obs = {key: value[:, context:] for key, value in batch.obs.items()}
+        state, action, is_first = self.rssm.initial_state(len(batch.reward)), batch.action, batch.is_first
+        if context:
+            # The row before gives its stored latent as memory, and its action as the first previous action.
+            if "deter" in batch:
+                stoch = one_hot(batch["stoch"][:, 0].long(), self.rssm.classes)
+                state = {"deter": batch["deter"][:, 0].float(), "stoch": stoch}
+            action, is_first = action[:, :-1], is_first[:, 1:]
+        else:
+            action, is_first = previous_actions(action, is_first)
+        states, log_probs = self.rssm.observe_sequence(state, action, self.encoder(obs), is_first, noise)
+        return states, log_probs
+
+    def _dream(
+        self, state: State, prior_noise: torch.Tensor, action_noise: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features (N, H+1, F) and actions (N, H, …) of a dream under the current policy; noise is (H, N, …).
+
+        Where gradients are wanted they go from states to the actions before them, and from these to the policy.
+        """
+        if fast() and torch.is_grad_enabled():
+            return dream_with_gradient(self.rssm, self.actor, state, prior_noise, action_noise)
+        if fast():
+            policy = self.actor.frozen(product_dtype(self.device))
+            return dream(FrozenDynamics(self.rssm), policy, state, prior_noise, action_noise)
+        features, actions = [self.rssm.feature(state)], []
+        for prior_t, action_t in zip(prior_noise.unbind(0), action_noise.unbind(0)):
+            actions.append(self.actor.sample(features[-1].detach(), action_t))
+            state = self.rssm.imagine_step(state, actions[-1], prior_t)
+            features.append(self.rssm.feature(state))
+        return torch.stack(features, 1), torch.stack(actions, 1)
+
+    @staticmethod
+    def _latent_columns(state: State) -> dict[str, torch.Tensor]:
+        return {
+            "deter": state["deter"].to(torch.bfloat16),
+            "stoch": state["stoch"].argmax(-1).to(torch.uint8),
+        }
+
+    def initial_policy_state(self, num_envs: int) -> PolicyState:
+        dtype = torch.float32 if self.spec.action.kind == "continuous" else torch.int64
+        action = torch.zeros(num_envs, *self.spec.action.shape, dtype=dtype, device=self.device)
+        return {**self.rssm.initial_state(num_envs), "action": action}
+
+    def policy_columns(self) -> dict[str, ArraySpec]:
+        if not self.settings.replay_context:
+            return {}
+        return {
+            "deter": ArraySpec((self.rssm.deter,), "bfloat16"),
+            "stoch": ArraySpec((self.rssm.stoch,), "uint8"),
+        }
+
+    @torch.no_grad()
+    def act(
+        self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
+    ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
+        noise = torch.rand(len(is_first), self.rssm.stoch, generator=mode.generator, device=self.device)
+        with self.autocast():
+            state, _ = self.rssm.observe(
+                policy_state, policy_state["action"], self.encoder(obs), is_first, noise
+            )
+            action = self.actor.act(self.rssm.feature(state), mode)
+        extras = self._latent_columns(state) if self.settings.replay_context else {}
+        return action, {**state, "action": action}, extras
+
+    @torch.no_grad()
+    def imagine(
+        self,
+        *,
+        horizon: int,
+        batch: Batch | None = None,
+        state: State | None = None,
+        decode: bool = False,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Imagined:
+        """A dream of `horizon` steps from `state` (B, …), or from the end of each sequence of `batch`."""
+        draw = partial(torch.rand, generator=generator, device=self.device)
+        with self.autocast():
+            if state is None:
+                if batch is None:
+                    raise ValueError("imagine() needs a batch or a state to start from")
+                rows = batch.reward.shape[1] - self.settings.replay_context
+                states, _ = self.infer(batch, draw(len(batch.reward), rows, self.rssm.stoch))
+                state = {key: value[:, -1] for key, value in states.items()}
+            count = len(state["deter"])
+            spec = self.actor.noise_spec(horizon, count)
+            action_noise = (torch.rand if spec.kind == "uniform" else torch.randn)(
+                spec.shape, generator=generator, device=self.device
+            )
+            feature, action = self._dream(state, draw(horizon, count, self.rssm.stoch), action_noise)
+            deter, stoch = feature.split([self.rssm.deter, self.rssm.stoch * self.rssm.classes], -1)
+            states = {"deter": deter, "stoch": stoch.unflatten(-1, (self.rssm.stoch, self.rssm.classes))}
+            decoded = self.decoder.observations(self.decoder(states, feature)) if decode else None
+            reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
+        return Imagined(states, action, reward=reward, cont=cont, obs=decoded)
+
+    @torch.no_grad()
+    def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
+        size, rows = batch.reward.shape
+        noise = torch.rand(size, rows, self.rssm.stoch, generator=generator, device=self.device)
+        action, is_first = previous_actions(batch.action, batch.is_first)
+        with self.autocast():
+            states, _ = self.rssm.observe_sequence(
+                self.rssm.initial_state(size), action, self.encoder(batch.obs), is_first, noise
+            )
+        return {key: value[:, -1] for key, value in states.items()}
+
+    @torch.no_grad()
+    def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        with self.autocast():
+            decoded = self.decoder(state, self.rssm.feature(state))
+            return dict(self.decoder.observations(decoded))
+
+    def dreamed_observations(self, spec: Spec) -> list[str]:
+        predicted = getattr(self.decoder, "keys", spec.observations)
+        return [name for name in spec.observations if name in predicted]
+
+    @torch.no_grad()
+    def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
+        with self.autocast():
+            return self.actor.act(self.rssm.feature(state), mode), state
+
+    @torch.no_grad()
+    def inspect_policy(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        with self.autocast():
+            feature = self.rssm.feature(state)
+            action = self.actor.act(feature, ActMode(sample=False))
+            _, entropy = self.actor.log_prob_and_entropy(feature, action)
+            return {"value": self.critic.value(feature), "entropy": entropy}
+
+    @torch.no_grad()
+    def dream_step(
+        self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
+    ) -> tuple[PolicyState, Dreamed]:
+        noise = torch.rand(len(action), self.rssm.stoch, generator=generator, device=self.device)
+        with self.autocast():
+            state = self.rssm.imagine_step(state, action, noise)
+            feature = self.rssm.feature(state)
+            # The continue head learns the discount with the ends: without it the rest is the chance of going on.
+            alive = self.continue_head.predict(feature) / self.settings.discount
+            reward = self.reward_head.predict(feature)
+        return state, Dreamed(reward, (1.0 - alive).clamp(0.0, 1.0), self.dream_observation(state))
+
+
+def previous_actions(action: torch.Tensor, is_first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Actions taken *before* each row, (B, T, …); each sequence starts as if it were an episode."""
+    action = torch.cat([torch.zeros_like(action[:, :1]), action[:, :-1]], 1)
+    return action, torch.cat([torch.ones_like(is_first[:, :1]), is_first[:, 1:]], 1)
+
+
+Tensors = Mapping[str, torch.Tensor]
+WORLD_MODEL = ("encoder", "rssm", "decoder", "reward_head", "continue_head")
+CONTROLLER_LOSSES = ("actor", "critic", "replay_value")
+
+
+class Learned(NamedTuple):
+    """What actor and critic learn from dreams."""
+
+    gradients: Gradients
+    losses: Losses
+    metrics: dict[str, torch.Tensor]
+
+
+class DreamerWorkflow(DreamerActing):
+    """Components encoder, rssm, decoder, reward_head, continue_head, return_computer; controllers actor, critic."""
+
+    phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
+
+    def initialize(self, context: WorkflowContext) -> None:
+        self._bind_context(context)
+
+    def _bind_context(self, context: WorkflowContext) -> None:
+        super()._bind_context(context)
+        self.optimizers = list(context.optimizers.values())
+        modules = {name: getattr(self, name) for name in (*WORLD_MODEL, "actor", "critic")}
+        self.parts = {name: list(module.parameters()) for name, module in modules.items()}
+        context.check_trained(self.parts, context.optimizers)
+        self.guard = NonFiniteGuard().to(self.device)
+        self.average_gradients: AverageGradients = keep_gradients
+
+    # ---------------------------------------------------------------- hooks
+
+    def hooks(self) -> dict[str, Hook]:
+        s = self.settings
+        batch = BatchSpec(s.batch_size, s.batch_length, context=s.replay_context, sampler=s.sampler)
+        dreams = s.batch_size * s.starts
+        posterior = {"posterior": NoiseSpec((s.batch_size, s.batch_length, self.rssm.stoch))}
+        imagination = {
+            "prior": NoiseSpec((s.imagination_horizon, dreams, self.rssm.stoch)),
+            "action": self.actor.noise_spec(s.imagination_horizon, dreams),
+        }
+        both = {**posterior, **imagination}
+        return {
+            "update": Hook(self._fused_step, batch=batch, scalars=self._scalars, noise=both),
+            "update_world_model": Hook(
+                self._world_model_step, batch=batch, scalars=self._scalars, noise=posterior
+            ),
+            "update_controller": Hook(
+                self._controller_step, batch=batch, scalars=self._scalars, noise=both, prefix="controller"
+            ),
+        }
+
+    def _scalars(self, phase: PhaseConfig, counters: Mapping[str, int]) -> dict[str, float]:
+        learning_rate = self.phase_value(phase, "algorithm.learning_rate")
+        return {
+            "entropy": self.phase_value(phase, "algorithm.entropy"),
+            # Every optimizer keeps its own rate; a phase that changes the base rate scales them all alike.
+            "learning_rate_scale": learning_rate / self.settings.learning_rate,
+        }
+
+    def _fused_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        with self.autocast():
+            states, posterior = self.infer(batch, noise["posterior"])
+            feature = self.rssm.feature(states)
+            # A GPU dreams while it looks at reconstructions, and learns from the dreams while it goes back through the
+            # sequence, whose small steps leave most of it idle.
+            dreaming = Aside(self._valued_dreams, states, noise, device=self.device)
+            losses, metrics = self._world_model_losses(batch, states, posterior, feature)
+            dreams = dreaming.join()
+            learning = Aside(self._learn_from_dreams, dreams, scalars, device=self.device)
+            losses["replay_value"] = self._replay_value_loss(batch, feature, dreams.returns)
+        return self._finish(losses, scalars, metrics, batch, states, beside=learning)
+
+    def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        with self.autocast():
+            states, posterior = self.infer(batch, noise["posterior"])
+            losses, metrics = self._world_model_losses(batch, states, posterior, self.rssm.feature(states))
+        return self._finish(losses, scalars, metrics, batch, states)
+
+    def _controller_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        with self.autocast():
+            with torch.no_grad():
+                states, _ = self.infer(batch, noise["posterior"])
+                feature = self.rssm.feature(states)
+            # Both on one lane: what is dreamed there goes backward there.
+            dreams = Aside(self._valued_dreams, states, noise, device=self.device).join()
+            learning = Aside(self._learn_from_dreams, dreams, scalars, device=self.device)
+            losses = {"replay_value": self._replay_value_loss(batch, feature, dreams.returns)}
+        return self._finish(losses, scalars, {}, batch, None, beside=learning)
+
+    # ---------------------------------------------------------------- the two halves
+
+    def _world_model_losses(
+        self,
+        batch: Batch,
+        states: State,  # posterior, (B, T, …)
+        posterior: torch.Tensor,  # (B, T, S, C) log probabilities
+        feature: torch.Tensor,  # (B, T, F)
+    ) -> tuple[Losses, dict[str, torch.Tensor]]:
+        """Losses (0-d each), metrics."""
+        context = self.settings.replay_context
+        kl, metrics = kl_losses(posterior, self.rssm.prior(states["deter"]), self.settings.free_nats)
+        obs = {key: value[:, context:] for key, value in batch.obs.items()}
+        decoded = self.decoder.losses(self.decoder(states, feature), obs)
+        alive = (~batch.terminated[:, context:]).float() * self.settings.discount
+        losses = {
+            **{f"reconstruction/{key}": loss for key, loss in decoded.items()},
+            "reward": self.reward_head.loss(self.reward_head(feature), batch.reward[:, context:]),
+            "continue": self.continue_head.loss(self.continue_head(feature), alive),
+            **kl,
+        }
+        return mean_losses(losses), metrics
+
+    def _valued_dreams(self, states: State, noise: Tensors) -> Dreams:
+        """Dreams from the last `starts` states of every sequence, with their returns."""
+        s = self.settings
+        start = {key: value[:, -s.starts :].detach().flatten(0, 1) for key, value in states.items()}
+        # Without autocast's cache, which would give other streams this one's casts of the weights.
+        with autocast(self.precision, self.device, cache=False):
+            with torch.set_grad_enabled(self.through_dynamics):
+                feature, action = self._dream(start, noise["prior"], noise["action"])
+                reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
+            return value_dreams(
+                self.critic, self.return_computer, feature=feature, action=action, reward=reward, cont=cont
+            )
+
+    def _dream_losses(self, dreams: Dreams, scalars: Tensors) -> tuple[Losses, dict[str, torch.Tensor]]:
+        """Losses (0-d) of actor and critic, metrics. Nothing here reaches the world model."""
+        with autocast(self.precision, self.device, cache=False):
+            losses, metrics = actor_critic_losses(
+                self.actor, self.critic, dreams, entropy_scale=scalars["entropy"]
+            )
+        return mean_losses(losses), {f"controller/{name}": value for name, value in metrics.items()}
+
+    def _learn_from_dreams(self, dreams: Dreams, scalars: Tensors) -> Learned:
+        losses, metrics = self._dream_losses(dreams, scalars)
+        with torch.autocast(self.device.type, enabled=False):  # as any backward pass
+            # Each by its own loss: through a dream with gradient the actor's would reach the critic, too.
+            found = [find_gradients(self._total({name: losses[name]}), self.parts[name]) for name in losses]
+            return Learned(join_gradients(found), losses, metrics)
+
+    def _replay_value_loss(
+        self,
+        batch: Batch,
+        feature: torch.Tensor,  # (B, T, F)
+        returns: torch.Tensor,  # (N, H) of the dreams
+    ) -> torch.Tensor:
+        """The critic on the replayed rewards (0-d); its gradient may go on into the world model."""
+        starts = self.settings.starts
+        last = batch.terminated | batch.truncated
+        # A stream that was cut off (a restarted environment) shows only in the row that follows.
+        last = torch.cat([last[:, :-1] | batch.is_first[:, 1:], last[:, -1:]], 1)
+        loss = replay_value_loss(
+            self.critic,
+            self.return_computer,
+            feature=feature[:, -starts:],
+            reward=batch.reward[:, -starts:],
+            terminated=batch.terminated[:, -starts:],
+            last=last[:, -starts:],
+            bootstrap=returns[:, 0].detach().unflatten(0, (-1, starts)),
+            discount=self.settings.discount,
+        )
+        return loss.mean()
+
+    def _finish(
+        self,
+        losses: Losses,
+        scalars: Tensors,
+        metrics: dict[str, torch.Tensor],
+        batch: Batch,
+        states: State | None,  # latents to write back
+        *,
+        beside: Aside[Learned] | None = None,  # what else is to be learned, found meanwhile
+    ) -> UpdateResult:
+        with fast_path(self.fast):
+            step_metrics, masked = optimizer_step(
+                self._total(losses),
+                self.optimizers,
+                self.parts,
+                guard=self.guard,
+                learning_rate_scale=scalars["learning_rate_scale"],
+                max_grad_norm=self.settings.max_grad_norm or None,
+                average_gradients=self.average_gradients,
+                beside=None if beside is None else lambda: beside.join().gradients,
+            )
+        if beside is not None:
+            losses = {**losses, **beside.join().losses}
+            metrics = {**metrics, **beside.join().metrics}
+        if "critic" in losses:
+            self.critic.update_slow(self.settings.slow_critic_rate)
+        for name, value in losses.items():
+            part = "controller/" if name in CONTROLLER_LOSSES else ""
+            metrics[f"{part}loss/{name}"] = value.detach()
+        metrics = {**metrics, **step_metrics}
+        return UpdateResult(metrics, self._latents_to_store(batch, states, masked))
+
+    def _total(self, losses: Losses) -> torch.Tensor:
+        return total_loss(losses, {name: self.settings.loss_scales[name.split("/")[0]] for name in losses})
+
+    def _latents_to_store(
+        self, batch: Batch, states: State | None, masked: torch.Tensor
+    ) -> dict[str, torch.Tensor] | None:
+        if states is None or "deter" not in batch:
+            return None
+        context = self.settings.replay_context
+        fresh = self._latent_columns({key: value.detach() for key, value in states.items()})
+        # A masked update may have met values that are not finite: leave the stored latents as they were.
+        return {key: torch.where(masked > 0, batch[key][:, context:], value) for key, value in fresh.items()}
+
+    def report(self, batch: Batch) -> dict[str, Any]:
+        return dreamer_report(self, batch)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"guard": self.guard.state_dict()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        if "guard" in state:
+            self.guard.load_state_dict(state["guard"])

@@ -1,0 +1,480 @@
+"""IRIS (Micheli, Alonso, Fleuret 2023) and, with other parts, Δ-IRIS (2024): world models that speak in tokens.
+
+A tokenizer turns frames into a few tokens, a transformer learns to continue the sequence of tokens and actions, and an
+actor-critic learns only from what that transformer dreams. Three hooks, one for each part:
+
+    update_tokenizer · update_world_model · update_actor_critic
+
+Which of the two algorithms it is, is a matter of parts and numbers: configs/experiment/iris_*.yaml, delta_iris_*.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from rl_lab.components.dynamics.sequence_backbone import copy_state
+from rl_lab.components.nn.fast_path import fast_path, resolve_fast_path
+from rl_lab.components.nn.losses import LossWithIntermediateLosses
+from rl_lab.components.nn.moving_averages import SlowCopy
+from rl_lab.components.nn.precision import autocast, resolve_precision
+from rl_lab.components.nn.training_step import (
+    AverageGradients,
+    NonFiniteGuard,
+    keep_gradients,
+    optimizer_step,
+)
+from rl_lab.components.representation_learners.tokenizer import to_frames, to_pixels
+from rl_lab.errors import ConfigError
+from rl_lab.records import (
+    OBS_PREFIX,
+    ActMode,
+    Batch,
+    BatchSpec,
+    Dreamed,
+    Hook,
+    Imagined,
+    NoiseSpec,
+    Spec,
+    UpdateResult,
+)
+from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
+from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.iris.policy_loss import ImaginedPolicyLoss
+from rl_lab.workflows.iris.report import iris_report
+from rl_lab.workflows.iris.settings import IrisSettings
+
+# --------------------
+# IRIS and Δ-IRIS without their training: the parts, acting with them, dreaming with them. iris.py adds how they learn.
+
+
+Acted = tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]
+
+
+class IrisActing(WorldModelWorkflow):
+    """Components tokenizer, world_model, return_computer; controller actor_critic."""
+
+    dream_flush = 20  # frames, as IRIS' own play flushes
+
+    def _bind_context(self, context: WorkflowContext) -> None:
+        self.spec = context.spec
+        self.device = torch.device(context.device)
+        self.settings = IrisSettings.from_config(context.config.algorithm)
+        self.tokenizer = context.component(
+            "tokenizer", "encode", "look", "decode", "policy_view", "compute_loss"
+        )
+        self.world_model = context.component(
+            "world_model", "begin", "advance", "absorb", "step", "compute_loss"
+        )
+        self.return_computer = context.component("return_computer", "__call__")
+        self.actor_critic = context.controller("actor_critic", "watch", "watch_sequence", "value")
+        precision, s = str(context.config.training.precision), self.settings
+        given = precision != "auto"
+        self.model_dtype = resolve_precision(precision if given else s.model_precision, self.device)
+        of_policy = resolve_precision(precision if given else s.policy_precision, self.device)
+        self.actor_critic.trunk_dtype = of_policy
+        self.autocast = partial(autocast, self.model_dtype, self.device)
+        self.fast = resolve_fast_path(context.config.training.get("fast_path", "auto"), self.device)
+        if self.fast and self.device.type == "cuda":
+            # Convolutions there want the channels side by side, and so do our kernels.
+            for part in (self.tokenizer, self.world_model, self.actor_critic):
+                part.to(memory_format=torch.channels_last)
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        """Tokenizer and world model must agree, and a dream must fit into the world model's memory."""
+        tokenizer, model, s = self.tokenizer, self.world_model, self.settings
+        for name, theirs, ours in (
+            ("tokens", tokenizer.num_tokens, model.tokens),
+            ("vocab", tokenizer.vocab, model.vocab),
+        ):
+            if theirs != ours:
+                raise ConfigError(
+                    f"the tokenizer has {name} {theirs} and the world model expects {ours}: "
+                    f"set components.world_model.{name}={theirs}"
+                )
+        if s.world_model.batch_length > model.blocks:
+            raise ConfigError(
+                f"algorithm.world_model.batch_length is {s.world_model.batch_length}, and the world model holds "
+                f"{model.blocks} blocks: raise components.world_model.blocks"
+            )
+        shown = 1 if model.context == 1 else s.actor_critic.batch_length + 1
+        if shown + s.imagination_horizon - 1 > model.blocks:
+            raise ConfigError(
+                f"a dream of {s.imagination_horizon} frames after {shown} shown ones does not fit into the world model's "
+                f"{model.blocks} blocks: raise components.world_model.blocks or lower algorithm.imagination_horizon"
+            )
+
+    # ---------------------------------------------------------------- acting
+
+    def initial_policy_state(self, num_envs: int) -> PolicyState:
+        return dict(self.actor_critic.initial_state(num_envs))
+
+    def collect_mode(self, phase: PhaseConfig) -> ActMode:
+        mode = super().collect_mode(phase)
+        return mode if mode.epsilon else ActMode(epsilon=self.settings.collect_epsilon)
+
+    @torch.no_grad()
+    def act(
+        self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
+    ) -> Acted:
+        size = len(is_first)
+        if mode.epsilon >= 1.0:  # purely random: no network is asked
+            return self._random(size, mode), self.initial_policy_state(size), {}
+        keep = (~is_first).float().unsqueeze(-1)
+        memory = {key: policy_state[key] * keep for key in ("h", "c")}
+        with fast_path(self.fast):
+            with self.autocast():
+                shown = self.tokenizer.policy_view(to_frames(obs[self.tokenizer.key]))
+            action, memory = self._choose(shown.float(), memory, mode)
+        return action, memory, {}
+
+    def _choose(
+        self, frames: torch.Tensor, memory: PolicyState, mode: ActMode
+    ) -> tuple[torch.Tensor, PolicyState]:
+        memory = self.actor_critic.watch(frames, memory)
+        raw, policy = self.actor_critic.raw_policy(memory["h"]), self.actor_critic.policy
+        if mode.sample:
+            noise = torch.rand(len(raw), *policy.noise_shape, generator=mode.generator, device=self.device)
+            action = policy.sample(raw, noise, mode.temperature)
+        else:
+            action = policy.mode(raw)
+        if mode.epsilon > 0.0:
+            chance = torch.rand(len(raw), generator=mode.generator, device=self.device) < mode.epsilon
+            action = torch.where(chance, self._random(len(raw), mode), action)
+        return action, memory
+
+    def _random(self, size: int, mode: ActMode) -> torch.Tensor:
+        policy = self.actor_critic.policy
+        noise = torch.rand(size, *policy.noise_shape, generator=mode.generator, device=self.device)
+        return policy.random(noise)
+
+    @torch.no_grad()
+    def inspect_policy(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        h = state["h"] if "h" in state else state["policy/h"]
+        raw = self.actor_critic.raw_policy(h)
+        _, entropy = self.actor_critic.policy.log_prob_and_entropy(raw, self.actor_critic.policy.mode(raw))
+        return {"value": self.actor_critic.value(h), "entropy": entropy}
+
+    # ---------------------------------------------------------------- dreaming
+
+    @torch.no_grad()
+    def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
+        """The policy's memory is that before the last row: `dream_act` looks at it first."""
+        rows = min(
+            batch.reward.shape[1], self.world_model.context or self.settings.actor_critic.batch_length + 1
+        )
+        frames = to_frames(batch.obs[self.tokenizer.key])
+        with self.autocast():
+            shown = self.tokenizer.policy_view(frames.flatten(0, 1)).unflatten(0, frames.shape[:2]).float()
+            state = self.world_model.begin(
+                self.tokenizer, frames[:, -rows:], batch.action[:, -rows:], shown[:, -1]
+            )
+        memory = self.actor_critic.initial_state(len(frames))
+        for t in range(frames.shape[1] - 1):
+            memory = {key: value * (~batch.is_first[:, t, None]) for key, value in memory.items()}
+            memory = self.actor_critic.watch(shown[:, t], memory)
+            if batch.mask is not None:
+                memory = {key: value * batch.mask[:, t, None] for key, value in memory.items()}
+        memory = {key: value * (~batch.is_first[:, -1, None]) for key, value in memory.items()}
+        return {**state, **{f"policy/{key}": value for key, value in memory.items()}}
+
+    @torch.no_grad()
+    def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
+        return {self.tokenizer.key: to_pixels(state["frame"])}
+
+    def dreamed_observations(self, spec: Spec) -> list[str]:
+        return [self.tokenizer.key]
+
+    @torch.no_grad()
+    def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
+        memory = {key: state[f"policy/{key}"] for key in ("h", "c")}
+        action, memory = self._choose(state["frame"].float(), memory, mode)
+        return action, {**state, **{f"policy/{key}": value for key, value in memory.items()}}
+
+    @torch.no_grad()
+    def dream_step(
+        self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
+    ) -> tuple[PolicyState, Dreamed]:
+        """A memory that is full begins anew from the current frame, each dream for itself."""
+        state = copy_state(
+            state
+        )  # the cache is written in place, and the caller may go on from the given one again
+        with self.autocast():
+            full = self.world_model.full(state)
+            if bool(full.any()):
+                state = self._begin_anew(state, full)
+            noise = torch.rand(
+                len(action), self.world_model.step_noise, generator=generator, device=self.device
+            )
+            state, outcome = self.world_model.step(self.tokenizer, state, action, noise)
+        state = {**state, "frame": state["frame"].float()}
+        return state, Dreamed(
+            outcome.reward.float(), outcome.end_chance.float(), self.dream_observation(state)
+        )
+
+    def _begin_anew(self, state: PolicyState, which: torch.Tensor) -> PolicyState:
+        frame = state["frame"]
+        none = torch.zeros(len(frame), 1, dtype=torch.int64, device=self.device)
+        fresh = self.world_model.begin(self.tokenizer, frame.unsqueeze(1), none, frame)
+        return {
+            key: torch.where(which.view(-1, *[1] * (value.ndim - 1)), fresh[key].to(value.dtype), value)
+            if key in fresh
+            else value
+            for key, value in state.items()
+        }
+
+    @torch.no_grad()
+    def imagine(
+        self,
+        *,
+        horizon: int,
+        batch: Batch | None = None,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Imagined:
+        """A dream of `horizon` steps from the end of each sequence, with sampled actions."""
+        if batch is None:
+            raise ValueError("imagine() needs a batch to start from")
+        state = self.dream_start(batch, generator=generator)
+        mode = ActMode(generator=generator)
+        frames, actions, rewards, cont = [state["frame"]], [], [], []
+        for _ in range(horizon):
+            action, state = self.dream_act(state, mode)
+            state, dreamed = self.dream_step(state, action, generator=generator)
+            frames.append(state["frame"])
+            actions.append(action)
+            rewards.append(dreamed.reward)
+            cont.append(1.0 - dreamed.terminated)
+        nothing = torch.zeros_like(rewards[0])
+        pictures = torch.stack(frames, 1)
+        return Imagined(
+            {"frame": pictures},
+            torch.stack(actions, 1),
+            reward=torch.stack([nothing, *rewards], 1),
+            cont=torch.stack([nothing + 1.0, *cont], 1),
+            obs={self.tokenizer.key: to_pixels(pictures)},
+        )
+
+
+# --------------------
+# One update from several smaller batches: less memory, the same gradient.
+
+
+Tensors = Mapping[str, torch.Tensor]
+Metrics = dict[str, torch.Tensor]
+
+
+def split_batch(batch: Batch, parts: int) -> list[Batch]:
+    """The sequences of a batch in `parts` equal shares."""
+    if parts == 1:
+        return [batch]
+    columns = {name: value.chunk(parts) for name, value in batch.columns.items()}
+    masks = batch.mask.chunk(parts) if batch.mask is not None else (None,) * parts
+    return [Batch({name: value[i] for name, value in columns.items()}, mask=masks[i]) for i in range(parts)]
+
+
+def split_noise(noise: Tensors, parts: int) -> list[dict[str, torch.Tensor]]:
+    """Random numbers likewise: their first dimension is the batch's, or counts the shares."""
+    chunks = {name: value.chunk(parts) for name, value in noise.items()}
+    return [{name: value[i] for name, value in chunks.items()} for i in range(parts)]
+
+
+def accumulated(
+    loss: Callable[[Batch, dict[str, torch.Tensor]], tuple[torch.Tensor, Metrics]],
+    batch: Batch,
+    noise: Tensors,
+    parameters: Sequence[torch.nn.Parameter],
+    parts: int,
+) -> tuple[torch.Tensor, Metrics]:
+    """The mean loss (0-d) and mean metrics over `parts` shares of a batch; its backward pass gives their mean gradient.
+
+    Each share's graph is freed before the next is made. What is returned is as large as the loss and linear in the
+    weights with the gradient as its slope, so that the one place with `backward` need not know about shares.
+    """
+    if parts == 1:
+        return loss(batch, dict(noise))
+    trained = [p for p in parameters if p.requires_grad]
+    gradients = [torch.zeros_like(p) for p in trained]
+    total, sums = torch.zeros((), device=trained[0].device), dict[str, torch.Tensor]()
+    for share, numbers in zip(split_batch(batch, parts), split_noise(noise, parts)):
+        value, metrics = loss(share, numbers)
+        for kept, found in zip(gradients, torch.autograd.grad(value / parts, trained, allow_unused=True)):
+            if found is not None:
+                kept += found
+        total = total + value.detach() / parts
+        for name, item in metrics.items():
+            sums[name] = sums.get(name, 0.0) + item / parts
+    slope = torch.stack([(p * g).sum() for p, g in zip(trained, gradients)]).sum()
+    return slope + (total - slope.detach()), sums
+
+
+Found = tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]
+PARTS = ("tokenizer", "world_model", "actor_critic")
+
+
+class IrisWorkflow(IrisActing):
+    """Parts as IrisActing says; optimizers tokenizer, world_model, actor_critic."""
+
+    phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
+
+    def initialize(self, context: WorkflowContext) -> None:
+        self._bind_context(context)
+        s = self.settings
+        self.modules = {name: getattr(self, name) for name in PARTS}
+        self.optimizers = {name: context.optimizer(name) for name in PARTS}
+        for name, module in self.modules.items():
+            context.check_trained({name: module.parameters()}, {name: self.optimizers[name]}, name)
+        self.guards = {name: NonFiniteGuard().to(self.device) for name in PARTS}
+        self.average_gradients: AverageGradients = keep_gradients
+        self.slow = SlowCopy(self.actor_critic).to(self.device) if s.target_rate > 0.0 else None
+        self.policy_loss = ImaginedPolicyLoss(
+            returns=self.return_computer,
+            discount=s.discount,
+            entropy=s.entropy,
+            mask_ended=s.mask_ended,
+            autocast=self.autocast,
+        )
+
+    # ---------------------------------------------------------------- hooks
+
+    def hooks(self) -> dict[str, Hook]:
+        """The world model's comes first: a report is given a batch of the first hook."""
+        s = self.settings
+        codes, seeds = self.tokenizer.noise, self.world_model.seeds
+        size, horizon = s.actor_critic.batch_size, s.imagination_horizon
+        policy = self.actor_critic.policy
+        dream = {
+            "action": NoiseSpec((size, horizon, *policy.noise_shape), policy.noise_kind),
+            "model": NoiseSpec((size, horizon - 1, self.world_model.step_noise)),
+        }
+        shares = s.world_model.grad_acc_steps, s.tokenizer.grad_acc_steps
+        return {
+            "update_world_model": Hook(
+                self._world_model_step,
+                batch=self._batch("world_model", extra_rows=1),
+                noise={"dropout": NoiseSpec((shares[0], seeds))} if seeds else {},
+                scalars=self._scalars,
+                prefix="train/world_model",
+            ),
+            "update_tokenizer": Hook(
+                self._tokenizer_step,
+                batch=self._batch("tokenizer"),
+                noise={"codes": NoiseSpec((shares[1], codes))} if codes else {},
+                scalars=self._scalars,
+                prefix="train/tokenizer",
+            ),
+            "update_actor_critic": Hook(
+                self._actor_critic_step,
+                batch=self._batch("actor_critic", extra_rows=1),
+                noise=dream,
+                scalars=self._scalars,
+                prefix="controller",
+            ),
+        }
+
+    def _batch(self, name: str, extra_rows: int = 0) -> BatchSpec:
+        part = getattr(self.settings, name)
+        rows = part.batch_length + extra_rows
+        boundary: Literal["within", "pad"] = "within" if rows == 1 else "pad"
+        keys = (OBS_PREFIX + self.tokenizer.key, "action", "reward", "terminated", "is_first")
+        return BatchSpec(
+            part.batch_size, rows, boundary=boundary, pad=part.pad, sampler=part.sampler, keys=keys
+        )
+
+    def _scalars(self, phase: PhaseConfig, counters: Mapping[str, int]) -> dict[str, float]:
+        learning_rate = self.phase_value(phase, "algorithm.learning_rate")
+        return {
+            "entropy": self.phase_value(phase, "algorithm.entropy"),
+            "learning_rate_scale": learning_rate / self.settings.learning_rate,
+        }
+
+    def _tokenizer_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        def loss(share: Batch, numbers: Tensors) -> Found:
+            with self.autocast():
+                return self.tokenizer.compute_loss(share, numbers.get("codes"))
+
+        return self._train("tokenizer", loss, batch, scalars, noise)
+
+    def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        def loss(share: Batch, numbers: Tensors) -> Found:
+            with self.autocast():
+                return self.world_model.compute_loss(share, self.tokenizer, numbers.get("dropout"))
+
+        return self._train("world_model", loss, batch, scalars, noise)
+
+    def _actor_critic_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        if self.slow is not None:
+            self.slow.update(self.actor_critic, self.settings.target_rate)
+
+        def loss(share: Batch, numbers: Tensors) -> Found:
+            return self.policy_loss.compute_loss(
+                share,
+                self.actor_critic,
+                self.tokenizer,
+                self.world_model,
+                action_noise=numbers["action"],
+                model_noise=numbers["model"],
+                slow=None if self.slow is None else self.slow.network,
+                entropy=scalars["entropy"],
+            )
+
+        return self._train("actor_critic", loss, batch, scalars, noise)
+
+    def _train(
+        self,
+        name: str,
+        compute_loss: Callable[[Batch, Tensors], Found],
+        batch: Batch,
+        scalars: Tensors,
+        noise: Tensors,
+    ) -> UpdateResult:
+        """One step of one part, from its `compute_loss`."""
+        part = getattr(self.settings, name)
+        parameters = list(self.modules[name].parameters())
+
+        def flat(
+            share: Batch, numbers: dict[str, torch.Tensor]
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            found, metrics = compute_loss(share, numbers)
+            losses = {f"loss/{key}": value for key, value in found.intermediate_losses.items()}
+            return found.loss_total, {**losses, **metrics}
+
+        with fast_path(self.fast):
+            loss, metrics = accumulated(flat, batch, noise, parameters, part.grad_acc_steps)
+        step_metrics, _ = optimizer_step(
+            loss,
+            [self.optimizers[name]],
+            {name: parameters},
+            guard=self.guards[name],
+            learning_rate_scale=scalars["learning_rate_scale"],
+            max_grad_norm=part.max_grad_norm or None,
+            average_gradients=self.average_gradients,
+        )
+        kept = {key: value for key, value in step_metrics.items() if "/" not in key}
+        return UpdateResult({**metrics, **kept})
+
+    # ---------------------------------------------------------------- looking, remembering
+
+    def report(self, batch: Batch) -> dict[str, Any]:
+        return iris_report(self, batch)
+
+    def weights_loaded(self) -> None:
+        if self.slow is not None:
+            self.slow.update(self.actor_critic, 1.0)
+
+    def get_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"guards": {name: guard.state_dict() for name, guard in self.guards.items()}}
+        if self.slow is not None:
+            state["slow"] = self.slow.state_dict()
+        return state
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        for name, guard in self.guards.items():
+            if name in state.get("guards", {}):
+                guard.load_state_dict(state["guards"][name])
+        if self.slow is not None and "slow" in state:
+            self.slow.load_state_dict(state["slow"])
