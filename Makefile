@@ -2,19 +2,25 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# With Triton. The other tests run without it, as on a machine that has no GPU.
+EXTRAS := .venv-extras
 # Tests run float32 on small nets: one torch thread a worker is fastest, and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 SDL_VIDEODRIVER=dummy WANDB_MODE=offline HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-learning lint format docs clean
+.PHONY: demo test test-learning test-extras lint format docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not learning and not gpu"
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not learning and not gpu and not extras"
 
 test-learning: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m learning --timeout 2700
+
+# The Triton kernels on a CPU, in Triton's interpreter.
+test-extras: $(EXTRAS)/.dev
+	TRITON_INTERPRET=1 $(TEST_ENV) $(EXTRAS)/bin/python -m pytest -m extras
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -25,24 +31,48 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The pictures that the documentation shows, made anew.
+# The images of the documentation.
 docs: $(VENV)/.dev
-	$(BIN)/python docs/make_env_pictures.py
-	$(BIN)/python docs/make_report_pictures.py
+	$(BIN)/python scripts/dev/environment_images.py
+	$(BIN)/python scripts/dev/report_images.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(EXTRAS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# PIP_CONSTRAINT holds for build environments too: nothing may pull another torch. What is imported is compiled then;
-# compiling all that is installed takes longer.
-PIP := PIP_CONSTRAINT=constraints.txt PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q
-$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[demo]'
+# pip compiles all that it installs: where PYTHONDONTWRITEBYTECODE is set, every process would compile torch again.
+INSTALL := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q
+# PIP_CONSTRAINT holds for build environments too: nothing may pull another torch.
+PIP := PIP_CONSTRAINT=constraints.txt $(INSTALL)
+# Only files whose hashes are in requirements/*.lock; builds, too, use the setuptools from there.
+HASHED := $(INSTALL) --require-hashes --no-deps --no-build-isolation --use-pep517
+# What the locks are for. Asked when an install begins: by then the venv is there.
+PLATFORM = $(shell $(BIN)/python -c 'import platform as p; print(p.system(), p.machine(), p.python_version(), sep="-")')
+LOCKED = $(filter Linux-x86_64-3.11.% Linux-x86_64-3.12.%,$(PLATFORM))
+
+# torch has no hash: its file differs between machines with and without CUDA.
+define install_locked
+$(HASHED) -r requirements/build.lock
+$(HASHED) -r requirements/$(1).lock
+$(PIP) torch
+$(INSTALL) --no-deps --no-build-isolation -e '.[$(1)]'
+$(BIN)/pip check
+$(BIN)/python scripts/dev/lock.py --check
+endef
+install = $(if $(LOCKED),$(install_locked),$(PIP) -e '.[$(1)]')
+NEEDS := $(VENV)/bin/python pyproject.toml constraints.txt $(wildcard requirements/*.lock)
+
+$(VENV)/.demo: $(NEEDS)
+	$(call install,demo)
 	touch $@
 
-$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[dev]'
+$(VENV)/.dev: $(NEEDS)
+	$(call install,dev)
 	touch $@ $(VENV)/.demo
+
+$(EXTRAS)/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(EXTRAS)
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(EXTRAS)/bin/pip install -q -e '.[dev,extras]'
+	touch $@
