@@ -1,7 +1,8 @@
-"""Tests run on one torch thread and in float32: small nets, two workers, repeatable numbers."""
+"""Tests run on one torch thread and in float32: small networks, two workers, deterministic results."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,17 +13,28 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _away_from_the_checkout(tmp_path, monkeypatch):
-    """Runs and reports of a test stay in its own folder."""
+    """Run every test in its own folder."""
     monkeypatch.chdir(tmp_path)
 
 
 def pytest_collection_modifyitems(items):
-    """What needs a GPU runs where one is found, and is listed as not run where not."""
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_items:
-        return
+    """Skip tests, visibly, that need a GPU or Triton's interpreter where there is none."""
+    needs = {
+        "gpu": (has_cuda, "a CUDA device"),
+        "extras": (has_interpreter, "Triton's interpreter (make test-extras)"),
+    }
+    for marker, (found, what) in needs.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and not found():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=f"not run: needs {what}"))
+
+
+def has_cuda() -> bool:
     import torch
 
-    if not torch.cuda.is_available():
-        for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="not run: needs a CUDA device"))
+    return torch.cuda.is_available()
+
+
+def has_interpreter() -> bool:
+    return importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rl_lab.components.kernels.sampling import limit_action, sample_normal
 from rl_lab.components.nn.fast_path import fast_path
-from rl_lab.components.nn.kernels.normal_action import limit_action, sample_normal
 
 pytestmark = pytest.mark.gpu
 

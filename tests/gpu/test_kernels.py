@@ -1,4 +1,4 @@
-"""On a GPU: Triton kernels give the numbers of their plain torch definitions."""
+"""On a GPU: Triton kernels agree with their plain torch forms."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import pytest
 import torch
 from kernel_case import EPS, HALF, agree, dtypes, on_gpu
 
-from rl_lab.components.nn.fast_path import fast_path
-from rl_lab.components.nn.kernels import (
+from rl_lab.components.kernels import (
     add_bias,
-    double_picture,
+    block_gru,
     group_norm_silu,
-    images,
-    latent,
     norm_activate,
     norm_silu,
-    recurrence,
-    recurrent,
-    sample_logits,
+    pool_norm_silu,
+    sampling,
+    upsample2x,
 )
-from rl_lab.components.nn.kernels.top_values import top_values
-from rl_lab.components.nn.kernels.two_hot_return import two_hot_return
+from rl_lab.components.kernels.reverse_scan import reverse_scan
+from rl_lab.components.kernels.topk import topk
+from rl_lab.components.kernels.two_hot import two_hot_return
+from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.two_hot import TwoHot
 
 pytestmark = pytest.mark.gpu
@@ -47,38 +46,38 @@ def test_norm_silu(rows: int, features: int, bias: str):
 
 @pytest.mark.parametrize("batch, blocks, width, hidden", [(3, 2, 6, 5), (16, 8, 256, 256)])
 @pytest.mark.parametrize("kept", [True, False])
-def test_recurrent_pieces(batch: int, blocks: int, width: int, hidden: int, kept: bool):
+def test_block_gru(batch: int, blocks: int, width: int, hidden: int, kept: bool):
     whole = blocks * width
     deter, from_stoch = torch.randn(batch, whole), torch.randn(batch, hidden)
     from_deter = torch.randn(batch, 2 * hidden)[:, hidden:]
     keep = (torch.rand(batch) < 0.7).float()
     vectors = [torch.randn(hidden), torch.rand(hidden) + 0.5, torch.randn(hidden), torch.rand(hidden) + 0.5]
-    weights = recurrent.EnterWeights(*vectors, EPS)
-    weights_cuda = recurrent.EnterWeights(*(v.cuda() for v in vectors), EPS)
+    weights = block_gru.EnterWeights(*vectors, EPS)
+    weights_cuda = block_gru.EnterWeights(*(v.cuda() for v in vectors), EPS)
     mask = keep if kept else None
     agree(
-        recurrent.enter(*on_gpu(deter, from_deter, from_stoch, mask), weights_cuda, blocks, torch.float32),
-        recurrent.enter(deter, from_deter, from_stoch, mask, weights, blocks, torch.float32),
+        block_gru.enter(*on_gpu(deter, from_deter, from_stoch, mask), weights_cuda, blocks, torch.float32),
+        block_gru.enter(deter, from_deter, from_stoch, mask, weights, blocks, torch.float32),
     )
     grad = torch.randn(blocks, batch, width + 2 * hidden)
     out, out_cuda = torch.zeros(batch, 2 * hidden), torch.zeros(batch, 2 * hidden).cuda()
     agree(
-        recurrent.enter_backward(
+        block_gru.enter_backward(
             *on_gpu(grad, from_deter, from_stoch, keep), weights_cuda, out_cuda[:, :hidden]
         ),
-        recurrent.enter_backward(grad, from_deter, from_stoch, keep, weights, out[:, :hidden]),
+        block_gru.enter_backward(grad, from_deter, from_stoch, keep, weights, out[:, :hidden]),
     )
     agree(out_cuda, out)
     (y, g), action = torch.randn(2, blocks, batch, width), torch.randn(batch, whole)
     norm = torch.rand(whole) + 0.5
-    agree(recurrent.mix(*on_gpu(y, action, norm), EPS), recurrent.mix(y, action, norm, EPS))
+    agree(block_gru.mix(*on_gpu(y, action, norm), EPS), block_gru.mix(y, action, norm, EPS))
     agree(
-        recurrent.mix_backward(*on_gpu(g, y, action, norm), EPS),
-        recurrent.mix_backward(g, y, action, norm, EPS),
+        block_gru.mix_backward(*on_gpu(g, y, action, norm), EPS),
+        block_gru.mix_backward(g, y, action, norm, EPS),
     )
     raw, bias = torch.randn(blocks, batch, 3 * width), torch.randn(blocks, 1, 3 * width)
     for found, expected in zip(
-        recurrent.gates(*on_gpu(raw, bias, deter, mask)), recurrent.gates(raw, bias, deter, mask)
+        block_gru.gates(*on_gpu(raw, bias, deter, mask)), block_gru.gates(raw, bias, deter, mask)
     ):
         agree(found, expected)
     outside, product, carry = (
@@ -89,17 +88,17 @@ def test_recurrent_pieces(batch: int, blocks: int, width: int, hidden: int, kept
     after = (None, None, None) if kept else (carry, grad, keep.flip(0))
     arguments = (raw, bias, deter, keep, outside, product, *after)
     for found, expected in zip(
-        recurrent.gates_backward(*on_gpu(*arguments)), recurrent.gates_backward(*arguments)
+        block_gru.gates_backward(*on_gpu(*arguments)), block_gru.gates_backward(*arguments)
     ):
         agree(found, expected)
 
 
 @pytest.mark.parametrize("batch, variables, classes", [(3, 3, 5), (16, 32, 16), (1024, 32, 64)])
-def test_latents(batch: int, variables: int, classes: int):
+def test_categorical_sample(batch: int, variables: int, classes: int):
     logits, bias = torch.randn(batch, variables * classes), torch.randn(variables * classes)
     noise = torch.rand(batch, 2, variables)[:, 1]
-    probs, sample = latent.sample_latent(logits, bias, noise, 0.01)
-    probs_cuda, sample_cuda = latent.sample_latent(*on_gpu(logits, bias, noise), 0.01)
+    probs, sample = sampling.categorical_sample(logits, bias, noise, 0.01)
+    probs_cuda, sample_cuda = sampling.categorical_sample(*on_gpu(logits, bias, noise), 0.01)
     agree(probs_cuda, probs)
     # A border of the cumulative distribution may round to the other side of the noise.
     assert (sample_cuda.cpu() != sample).float().mean() < 1e-4
@@ -110,8 +109,8 @@ def test_latents(batch: int, variables: int, classes: int):
         for product in (None, torch.randn(batch, whole)):
             gradients = (probs, g_probs, g_sample, product)
             agree(
-                latent.sample_latent_backward(*on_gpu(*gradients), 0.01, torch.float32),
-                latent.sample_latent_backward(*gradients, 0.01, torch.float32),
+                sampling.categorical_sample_backward(*on_gpu(*gradients), 0.01, torch.float32),
+                sampling.categorical_sample_backward(*gradients, 0.01, torch.float32),
             )
 
 
@@ -125,7 +124,7 @@ def test_pooling(channels: int, folded_in: bool, folded_out: bool):
     results = []
     for device in ("cpu", "cuda"):
         tensors = [tensor.detach().to(device).requires_grad_() for tensor in inputs]
-        y = images.PoolNormSiLU.apply(*tensors, EPS, folded_in, folded_out)
+        y = pool_norm_silu.PoolNormSiLU.apply(*tensors, EPS, folded_in, folded_out)
         y.backward(torch.linspace(-1, 1, y.numel(), device=device).view(y.shape))
         results.append([y.detach(), *(tensor.grad for tensor in tensors)])
     for expected, found in zip(*results):
@@ -138,7 +137,7 @@ def test_unfolding(channels: int):
     results = []
     for device in ("cpu", "cuda"):
         tensors = [tensor.detach().to(device).requires_grad_() for tensor in inputs]
-        y = images.UnfoldNormSiLU.apply(*tensors, EPS)
+        y = pool_norm_silu.UnfoldNormSiLU.apply(*tensors, EPS)
         y.backward(torch.linspace(-1, 1, y.numel(), device=device).view(y.shape))
         results.append([y.detach(), *(tensor.grad for tensor in tensors)])
     for expected, found in zip(*results):
@@ -146,12 +145,12 @@ def test_unfolding(channels: int):
 
 
 @pytest.mark.parametrize("rows, steps", [(3, 4), (1024, 15), (16, 63)])
-def test_recurrence(rows: int, steps: int):
+def test_reverse_scan(rows: int, steps: int):
     base, gain, final = torch.randn(rows, steps), torch.rand(rows, steps), torch.randn(rows)
     with torch.no_grad():
         agree(
-            recurrence.reverse_recurrence(*on_gpu(base, gain, final)),
-            recurrence.reverse_recurrence(base, gain, final),
+            reverse_scan(*on_gpu(base, gain, final)),
+            reverse_scan(base, gain, final),
         )
 
 
@@ -194,12 +193,12 @@ def test_norm_activate_shared_in_place_and_apart(activation: str, rows: int):
 @pytest.mark.parametrize(
     "rows, length, count", [(1, 512, 64), (16, 512, 64), (3, 50, 7), (2, 33, 1), (2, 64, 64)]
 )
-def test_top_values(rows: int, length: int, count: int):
+def test_topk(rows: int, length: int, count: int):
     values = torch.randn(rows, length)
     values[:, 3] = values[:, 5]
     values[0, :4] = -1e9
     with fast_path():
-        best, index = top_values(values.cuda(), count)
+        best, index = topk(values.cuda(), count)
     assert torch.equal(best.cpu(), torch.topk(values, count, dim=1).values)
     assert torch.equal(values.gather(1, index.cpu()), best.cpu())
     assert all(len(set(row.tolist())) == count for row in index)
@@ -342,7 +341,7 @@ def test_group_norm_of_half_precision():
 def test_sample_logits(classes: int, dtype: torch.dtype):
     logits, noise = (torch.randn(3000, classes) * 3.0).to(dtype), torch.rand(3000, 2)
     with fast_path():
-        found = sample_logits.sample_logits(logits.cuda(), noise.cuda()[:, 1]).cpu()
+        found = sampling.sample_logits(logits.cuda(), noise.cuda()[:, 1]).cpu()
     probs = torch.softmax(logits.double(), -1)
     after = probs.cumsum(-1).gather(1, found[:, None])[:, 0]
     before = after - probs.gather(1, found[:, None])[:, 0]
@@ -352,11 +351,11 @@ def test_sample_logits(classes: int, dtype: torch.dtype):
 
 @dtypes
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (7, 16, 16, 64), (3, 4, 4, 6), (2, 8, 8, 4096)])
-def test_double_picture(shape: tuple[int, ...], dtype: torch.dtype):
+def test_upsample2x(shape: tuple[int, ...], dtype: torch.dtype):
     m, h, w, c = shape
     x, grad = torch.randn(shape).to(dtype), torch.randn(m, 2 * h, 2 * w, c).to(dtype)
-    assert torch.equal(double_picture.double_forward(x.cuda()).cpu(), double_picture.double_forward(x))
-    agree(double_picture.double_backward(grad.cuda()), double_picture.double_backward(grad), HALF)
+    assert torch.equal(upsample2x.upsample2x_forward(x.cuda()).cpu(), upsample2x.upsample2x_forward(x))
+    agree(upsample2x.upsample2x_backward(grad.cuda()), upsample2x.upsample2x_backward(grad), HALF)
 
 
 def test_add_bias():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_lab.components.nn.fast_path import Aside, fast_path
+from rl_lab.components.nn.fast_path import SideStream, fast_path
 
 pytestmark = pytest.mark.gpu
 
@@ -20,13 +20,13 @@ def chain(x: torch.Tensor, steps: int = 12) -> torch.Tensor:
             value = torch.tanh(value @ value.T) @ value / 512.0
         return value
 
-    late = Aside(one, x, device=DEVICE, lane=1)
+    late = SideStream(one, x, device=DEVICE, stream=1)
     for _ in range(steps):
-        side = Aside(one, x, device=DEVICE)
+        side = SideStream(one, x, device=DEVICE)
         here = one(x + 1.0)
         x = torch.sin(here + side.join())
         x = x + late.join()
-        late = Aside(one, x, device=DEVICE, lane=1)
+        late = SideStream(one, x, device=DEVICE, stream=1)
     return x + late.join()
 
 

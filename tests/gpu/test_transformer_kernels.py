@@ -1,4 +1,4 @@
-"""On a GPU: the transformer's kernels give the numbers of their plain torch definitions."""
+"""On a GPU: the transformer's kernels agree with their plain torch forms."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from kernel_case import EPS, HALF, agree, dtypes, on_gpu
 
+from rl_lab.components.kernels import attention, residual_norm
 from rl_lab.components.nn.fast_path import fast_path
-from rl_lab.components.nn.kernels import cached_attention, causal_attention, residual_norm
 from rl_lab.components.nn.transformer import Transformer, seed_word, seeded_dropout
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +36,8 @@ def test_cached_attention(dtype: torch.dtype, batch: int, heads: int, length: in
     filled = torch.randint(length - tokens + 1, (batch,))
     filled[:4] = torch.tensor([0, 1, length - tokens, length + 3])  # the last of them does not fit
     on_device, filled_cuda = caches.cuda(), filled.cuda()
-    found = cached_attention.cached_attention(qkv.cuda(), on_device[0, :, 1], on_device[1, :, 1], filled_cuda)
-    expected = cached_attention.cached_attention(qkv, caches[0, :, 1], caches[1, :, 1], filled)
+    found = attention.cached_attention(qkv.cuda(), on_device[0, :, 1], on_device[1, :, 1], filled_cuda)
+    expected = attention.cached_attention(qkv, caches[0, :, 1], caches[1, :, 1], filled)
     agree(found, expected, 2e-5 if dtype == torch.float32 else HALF)
     assert torch.equal(on_device.cpu(), caches)
 
@@ -75,7 +75,7 @@ def test_causal_attention(dtype: torch.dtype, batch: int, tokens: int, heads: in
     results = []
     for device in ("cpu", "cuda"):
         qkv = inputs.to(device, copy=True).requires_grad_()
-        y = causal_attention.causal_attention(qkv, heads, 0.1, word.to(device))
+        y = attention.causal_attention(qkv, heads, 0.1, word.to(device))
         y.backward(grad.to(device))
         results.append((y.detach(), qkv.grad))
     for expected, found in zip(*results, strict=True):

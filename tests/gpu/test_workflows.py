@@ -113,14 +113,14 @@ def test_a_run_goes_on_where_it_stopped(experiment: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     quiet = ["logging.progress=off", "logging.tensorboard=false", "experiment.device=cuda"]
     words = [f"experiment={experiment}", "debug=tiny", *quiet]
-    do, done, stop_at = Orchestrator.do, [0], [0]
+    do, done, stop_at = Orchestrator.run_action, [0], [0]
 
     def counted(self, action, phase):
         do(self, action, phase)
         done[0] += 1
         self.interrupted = done[0] == stop_at[0]
 
-    monkeypatch.setattr(Orchestrator, "do", counted)
+    monkeypatch.setattr(Orchestrator, "run_action", counted)
     rl_lab.train(None, [*words, f"run_dir={tmp_path / 'whole'}"])
     done[0], stop_at[0] = 0, done[0] // 2
     half = rl_lab.train(None, [*words, f"run_dir={tmp_path / 'half'}"])

@@ -1,35 +1,33 @@
-"""LaProp with adaptive gradient clipping and warm-up: DreamerV3's optimizer (danijar/dreamerv3, embodied/jax/opt.py).
-
-LaProp (Ziyin et al. 2020) divides the gradient by its running size *before* the momentum, where Adam does so after.
-Written for CUDA graphs: steps and learning rate are device tensors, nothing is read by the host, work is done in
-foreach calls over all parameters, on the fast path by one kernel.
-"""
+"""Optimizers: LaProp with adaptive gradient clipping (DreamerV3), and AdamW with weight-decay groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from rl_lab.components.kernels.triton_jit import cdiv, jit, tl
 from rl_lab.components.nn.fast_path import fast
 
-if TYPE_CHECKING:
-    from rl_lab.components.nn.kernels.laprop_triton import FusedUpdate
-
+CHUNK = 2048  # elements of one parameter that a program updates
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
 class LaProp(torch.optim.Optimizer):
-    """AGC → LaProp → learning rate.
+    """Adaptive gradient clipping → LaProp → learning rate (danijar/dreamerv3, embodied/jax/opt.py).
 
-    lr:        reached after `warmup` updates on a straight line from 0; a float or a 0-d tensor
-    agc:       a tensor's gradient norm is limited to agc × its own norm (at least `agc_floor`); 0 switches it off
-    found_inf: attribute, as torch's fused optimizers have it: while it holds a non-zero 0-d tensor, a step changes
-               nothing, neither parameters nor state
+    LaProp (Ziyin et al. 2020) normalizes the gradient by its running size *before* the momentum, Adam after.
+    Written for CUDA graphs: step counts and learning rate are device tensors, the host reads nothing, all
+    parameters are updated by foreach calls, or by one kernel on the fast path.
+
+    lr:        float or 0-d tensor, reached by linear warm-up from 0 over `warmup` updates
+    agc:       limits a gradient's norm to agc × the norm of its parameter (at least `agc_floor`); 0: off
+    found_inf: attribute, as of torch's fused optimizers: while it is a non-zero 0-d tensor, a step changes
+               neither parameters nor state
     """
 
     found_inf: torch.Tensor | None = None
@@ -52,7 +50,7 @@ class LaProp(torch.optim.Optimizer):
             "agc": agc,
             "agc_floor": agc_floor,
             "warmup": warmup,
-            # torch then brings loaded step counts to the parameter's device, as a captured step needs them
+            # with this, torch moves loaded step counts to the parameter's device, as a captured step needs
             "capturable": True,
         }
         super().__init__(params, defaults)
@@ -78,37 +76,37 @@ class LaProp(torch.optim.Optimizer):
         momentum = [s["momentum"] for s in states]
         beta1, beta2 = group["betas"]
 
-        # `go` is 1, or 0 when this update is masked; then the gradient is 0 and both decays are 1.
-        go = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).to(steps[0])
+        # `active` is 1, or 0 if this update is masked: the gradient is then 0 and both decays are 1.
+        active = torch.ones_like(steps[0]) if self.found_inf is None else (self.found_inf == 0).to(steps[0])
         grads = [p.grad for p in params if p.grad is not None]
         ratios = self._clip_ratios(group, params, grads)
-        # A list: a lone 0-d tensor would be taken for a number, and read by the host.
-        torch._foreach_add_(steps, [go] * len(steps))
-        # (parameters,): a part that joins later has its own warm-up and bias correction
+        # A list: torch would convert a single 0-d tensor to a number on the host.
+        torch._foreach_add_(steps, [active] * len(steps))
+        # (parameters,): a parameter that joins later has its own warm-up and bias correction
         count = torch.stack(steps)
-        rate = group["lr"] * go
+        rate = group["lr"] * active
         if group["warmup"]:
             rate = rate * ((count - 1.0) / group["warmup"]).clamp(max=1.0)
-        # A parameter whose first update is masked still counts 0 steps: keep its unused corrections finite.
+        # If its first update is masked, a parameter still counts 0 steps: keep the unused corrections finite.
         count = count.clamp(min=1.0)
-        # 1 - beta^count without the cancellation that float32 would suffer for the first counts.
+        # 1 - beta^count by expm1, which avoids float32 cancellation for small counts.
         scale1 = rate / -torch.expm1(count * math.log(beta1))
         scale2 = (-torch.expm1(count * math.log(beta2))).rsqrt()
 
-        fused = self._fused_update(params, square, momentum) if fast() and go.is_cuda else None
+        fused = self._fused_update(params, square, momentum) if fast() and active.is_cuda else None
         if fused is not None:
-            fused(grads, torch.stack([ratios, scale1, scale2]), go, group["betas"], group["eps"])
+            fused(grads, torch.stack([ratios, scale1, scale2]), active, group["betas"], group["eps"])
             return
         grads = list(torch._foreach_div(grads, list(ratios.unbind())))
         if self.found_inf is not None:
-            # A product with 0 would keep a NaN: it has to be chosen away.
-            grads = [grad.masked_fill(go == 0, 0.0) for grad in grads]
-        torch._foreach_mul_(square, 1.0 - go * (1.0 - beta2))
+            # Not a product: 0 × NaN is NaN.
+            grads = [grad.masked_fill(active == 0, 0.0) for grad in grads]
+        torch._foreach_mul_(square, 1.0 - active * (1.0 - beta2))
         torch._foreach_addcmul_(square, grads, grads, value=1.0 - beta2)
         size = torch._foreach_sqrt(square)
         torch._foreach_mul_(size, list(scale2.unbind()))
         torch._foreach_add_(size, group["eps"])
-        torch._foreach_mul_(momentum, 1.0 - go * (1.0 - beta1))
+        torch._foreach_mul_(momentum, 1.0 - active * (1.0 - beta1))
         torch._foreach_addcdiv_(momentum, grads, size, value=1.0 - beta1)
         torch._foreach_sub_(params, torch._foreach_mul(momentum, list(scale1.unbind())))
 
@@ -116,7 +114,7 @@ class LaProp(torch.optim.Optimizer):
     def _clip_ratios(
         group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> torch.Tensor:
-        """What each gradient is divided by, (parameters,), at least 1."""
+        """Divisors of the gradients, (parameters,), at least 1."""
         if not group["agc"]:
             return torch.ones(len(params), device=params[0].device)
         limits = torch.stack(torch._foreach_norm(params)).clamp(min=group["agc_floor"]) * group["agc"]
@@ -125,13 +123,11 @@ class LaProp(torch.optim.Optimizer):
     def _fused_update(
         self, params: list[torch.Tensor], square: list[torch.Tensor], momentum: list[torch.Tensor]
     ) -> FusedUpdate | None:
-        """One kernel for all of it. None where it cannot be had: addresses are sent only outside a recording."""
-        from rl_lab.components.nn.kernels.laprop_triton import FusedUpdate, addresses_of, fits
-
+        """The fused kernel; None if unavailable, as addresses cannot be uploaded during graph capture."""
         first = params[0].data_ptr()
         update = self._fused.get(first)
-        if update is None or update.key != addresses_of(params, square, momentum):
-            if torch.cuda.is_current_stream_capturing() or not fits(params):
+        if update is None or update.key != _addresses(params, square, momentum):
+            if torch.cuda.is_current_stream_capturing() or not _kernel_fits(params):
                 return None
             update = self._fused[first] = FusedUpdate(params, square, momentum)
         return update
@@ -145,12 +141,119 @@ class LaProp(torch.optim.Optimizer):
         return state
 
 
-# --------------------
-# Which weights decay: matrices of linear layers and convolutions do; biases, norms and tables do not (minGPT's groups).
+# --- LaProp's fused update ---
+
+
+class FusedUpdate:
+    """The update of fixed parameters (float32, dense) with fixed moments of the same layout, in one launch.
+
+    Parameters and their moments are passed by address, so they stay tensors of their own; gradients, whose
+    addresses change, are copied into one buffer first.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        square: Sequence[torch.Tensor],
+        momentum: Sequence[torch.Tensor],
+    ) -> None:
+        self.key = _addresses(params, square, momentum)
+        device = params[0].device
+        sizes = [p.numel() for p in params]
+        counts = [cdiv(size, CHUNK) for size in sizes]
+        places = [(which, place) for which, count in enumerate(counts) for place in range(count)]
+        self.addresses = torch.tensor(self.key, dtype=torch.int64, device=device)
+        self.chunks = torch.tensor(places, dtype=torch.int32, device=device)
+        self.sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
+        self.gradients = torch.zeros((len(places), CHUNK), dtype=torch.float32, device=device)
+        slots = self.gradients.split(counts)
+        # In the memory order of their parameters.
+        self.views = [
+            torch.as_strided(slot, p.shape, p.stride(), slot.storage_offset())
+            for slot, p in zip(slots, params)
+        ]
+
+    def __call__(
+        self,
+        gradients: Sequence[torch.Tensor],
+        scalars: torch.Tensor,  # (3, parameters): what to divide the gradient by, learning rate, 1 / √(1 - β2^t)
+        go: torch.Tensor,  # 0-d: 1, or 0 where nothing may change
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        torch._foreach_copy_(self.views, list(gradients))
+        _laprop_kernel[(len(self.chunks),)](
+            self.addresses,
+            self.chunks,
+            self.sizes,
+            scalars,
+            go,
+            self.gradients,
+            len(self.sizes),
+            1.0 - betas[0],
+            1.0 - betas[1],
+            eps,
+            CHUNK=CHUNK,
+        )
+
+
+def _addresses(*tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """One row for each parameter; where they change, a new `FusedUpdate` is needed."""
+    return tuple(zip(*([t.data_ptr() for t in column] for column in tensors), strict=True))
+
+
+def _kernel_fits(params: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernel can update these parameters in the order of their memory."""
+    return all(
+        p.dtype == torch.float32
+        and (p.is_contiguous() or p.is_contiguous(memory_format=torch.channels_last))
+        and 0 < p.numel() < 2**31
+        for p in params
+    )
+
+
+@jit
+def _laprop_kernel(
+    addresses,  # (parameters, 3) int64: of parameter, square, momentum
+    chunks,  # (chunks, 2) int32: parameter, index of the chunk in it
+    sizes,  # (parameters,) int32
+    scalars,  # (3, parameters): ratio, rate, root
+    go,
+    gradients,  # (chunks, CHUNK)
+    count,
+    rest1,
+    rest2,
+    eps,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    which = tl.load(chunks + 2 * chunk)
+    lanes = tl.arange(0, CHUNK)
+    i = tl.load(chunks + 2 * chunk + 1) * CHUNK + lanes
+    inside = i < tl.load(sizes + which)
+    parameter = tl.load(addresses + 3 * which).to(tl.pointer_type(tl.float32)) + i
+    square = tl.load(addresses + 3 * which + 1).to(tl.pointer_type(tl.float32)) + i
+    momentum = tl.load(addresses + 3 * which + 2).to(tl.pointer_type(tl.float32)) + i
+    ratio = tl.load(scalars + which)
+    rate = tl.load(scalars + count + which)
+    root = tl.load(scalars + 2 * count + which)
+    on = tl.load(go)
+
+    g = tl.load(gradients + chunk.to(tl.int64) * CHUNK + lanes, mask=inside, other=0.0) / ratio
+    g = tl.where(on > 0.0, g, 0.0)  # not a product with 0, which would keep a NaN
+    s = tl.load(square, mask=inside, other=0.0) * (1.0 - on * rest2) + rest2 * (g * g)
+    m = tl.load(momentum, mask=inside, other=0.0) * (1.0 - on * rest1)
+    m += rest1 * (g / (tl.sqrt(s) * root + eps))
+    tl.store(square, s, mask=inside)
+    tl.store(momentum, m, mask=inside)
+    tl.store(parameter, tl.load(parameter, mask=inside, other=0.0) - m * rate, mask=inside)
+
+
+# --- Weight decay ---
 
 
 def exempt_from_decay(module: nn.Module) -> None:
-    """Mark the biases, norms and embedding tables of a network, for `decayed_adamw` to find."""
+    """Mark biases, norms and embedding tables, which `decayed_adamw` does not decay (minGPT's groups)."""
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             table = isinstance(part, nn.Embedding | nn.LayerNorm | nn.GroupNorm)
@@ -161,9 +264,9 @@ def exempt_from_decay(module: nn.Module) -> None:
 def decayed_adamw(
     parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float = 0.0, **options: Any
 ) -> torch.optim.AdamW:
-    """AdamW in two groups: marked parameters (`exempt_from_decay`) do not decay, the others do."""
+    """AdamW in two parameter groups: no weight decay for those marked by `exempt_from_decay`."""
     listed = list(parameters)
     decayed = [p for p in listed if not getattr(p, "no_decay", False)]
-    spared = [p for p in listed if getattr(p, "no_decay", False)]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    exempt = [p for p in listed if getattr(p, "no_decay", False)]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, **options)

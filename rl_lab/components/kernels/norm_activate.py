@@ -1,18 +1,125 @@
-"""Triton kernels of norm_activate.py. Imported on CUDA only."""
+"""Activation(LayerNorm(x + bias) · scale + shift): after every layer of TD-MPC's networks.
+
+Rows are (members, rows, features): an ensemble has a bias, scale and shift for each member, a single network is an
+ensemble of one. Activations: `mish`, or `simnorm` (softmax in groups of neighbours). Arithmetic is float32; the backward
+pass computes the norm again instead of storing it.
+"""
 
 from __future__ import annotations
 
-import torch
-import triton
-import triton.language as tl
+from typing import Any
 
-from rl_lab.components.nn.kernels.row_tiles import row_tiles
+import torch
+from torch import nn
+
+from rl_lab.components.kernels.residual_norm import row_tiles
+from rl_lab.components.kernels.triton_jit import cdiv, jit, tl
+
+FUSED = ("mish", "simnorm")
 
 PARTIALS = 256  # programs of a member that each sum the parameters' gradients over their share of the rows
+
 LARGE = 20.0  # from here on tanh(softplus(u)) is 1 in float32
 
 
-@triton.jit
+def norm_activate_forward(
+    x: torch.Tensor,  # (E, R, F)
+    bias: torch.Tensor | None,  # (E, F)
+    scale: torch.Tensor,  # (E, F), or (1, F) for all
+    shift: torch.Tensor,  # as scale
+    eps: float,
+    activation: str,
+    group: int,
+    out: torch.Tensor | None = None,  # (E, R, F), may be x; rows may be strided
+) -> torch.Tensor:
+    """-> (E, R, F) in x's dtype."""
+    if x.is_cuda:
+        return _norm_activate_cuda(x, bias, scale, shift, eps, activation, group, out)
+    z = x.float() if bias is None else x.float() + bias.float().unsqueeze(1)
+    normed = nn.functional.layer_norm(z, z.shape[-1:], None, None, eps)
+    u = torch.addcmul(shift.float().unsqueeze(1), normed, scale.float().unsqueeze(1))
+    y = (
+        nn.functional.mish(u)
+        if activation == "mish"
+        else torch.softmax(u.unflatten(-1, (-1, group)), -1).flatten(-2)
+    )
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def norm_activate_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    activation: str,
+    group: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of x (E, R, F), and float32 ones of bias, scale and shift, (E, 3, F)."""
+    if x.is_cuda:
+        return _norm_activate_backward_cuda(grad, x, bias, scale, shift, eps, activation, group)
+    z = x.float() if bias is None else x.float() + bias.float().unsqueeze(1)
+    centered = z - z.mean(-1, keepdim=True)
+    r = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    n, g = centered * r, grad.float()
+    u = torch.addcmul(shift.float().unsqueeze(1), n, scale.float().unsqueeze(1))
+    if activation == "mish":
+        t = torch.tanh(nn.functional.softplus(u))
+        gu = g * (t + u * (1.0 - t * t) * torch.sigmoid(u))
+    else:
+        y, gy = torch.softmax(u.unflatten(-1, (-1, group)), -1), g.unflatten(-1, (-1, group))
+        gu = (y * (gy - (gy * y).sum(-1, keepdim=True))).flatten(-2)
+    gn = gu * scale.float().unsqueeze(1)
+    gz = r * (gn - gn.mean(-1, keepdim=True) - n * (gn * n).mean(-1, keepdim=True))
+    return gz.to(x.dtype), torch.stack([gz.sum(1), (gu * n).sum(1), gu.sum(1)], 1)
+
+
+class NormActivate(torch.autograd.Function):
+    """`norm_activate_forward` with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+        eps: float,
+        activation: str,
+        group: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, bias, scale, shift)
+        ctx.settings = (eps, activation, group)
+        return norm_activate_forward(x, bias, scale, shift, eps, activation, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, bias, scale, shift = ctx.saved_tensors
+        gx, parameters = norm_activate_backward(grad.contiguous(), x, bias, scale, shift, *ctx.settings)
+        gbias, gscale, gshift = parameters.unbind(1)
+        return gx, None if bias is None else gbias, gscale, gshift, None, None, None
+
+
+def fused_norm_activate(
+    x: torch.Tensor,  # (E, R, F)
+    bias: torch.Tensor | None,  # (E, F)
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    activation: str,
+    group: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Differentiable, unless the result is to go to `out`. -> (E, R, F)."""
+    if torch.is_grad_enabled():
+        assert out is None, "a result that is written to `out` has no gradient"
+        result: torch.Tensor = NormActivate.apply(x, bias, scale, shift, eps, activation, group)
+        return result
+    return norm_activate_forward(x, bias, scale, shift, eps, activation, group, out)
+
+
+@jit
 def _normed(x, bias, at, member, column, mask, inside, F: tl.constexpr, eps, HAS_BIAS: tl.constexpr):  # fmt: skip
     z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -23,8 +130,8 @@ def _normed(x, bias, at, member, column, mask, inside, F: tl.constexpr, eps, HAS
     return z * r, r
 
 
-@triton.jit
-def _forward_kernel(
+@jit
+def _norm_activate_kernel(
     x, bias, scale, shift, out, rows, out_stride, scale_stride, eps, LARGE: tl.constexpr,
     F: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, MISH: tl.constexpr,
@@ -50,8 +157,8 @@ def _forward_kernel(
     tl.store(out + to, y.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _backward_kernel(
+@jit
+def _norm_activate_backward_kernel(
     grad, x, bias, scale, shift, gx, partial, rows, eps, LARGE: tl.constexpr,
     F: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, MISH: tl.constexpr,
@@ -96,7 +203,7 @@ def _backward_kernel(
     tl.store(partial + to + 2 * F, sum_shift, mask=inside)
 
 
-def forward(
+def _norm_activate_cuda(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     scale: torch.Tensor,
@@ -110,7 +217,7 @@ def forward(
     members, rows, features = x.shape
     out = torch.empty_like(x) if out is None else out
     block, many, warps = row_tiles(rows, features)
-    _forward_kernel[(triton.cdiv(rows, many), members)](
+    _norm_activate_kernel[(cdiv(rows, many), members)](
         x, x if bias is None else bias, scale, shift, out, rows, out.stride(1),
         features if len(scale) == members else 0, eps, LARGE,
         F=features, BLOCK=block, ROWS=many, GROUP=group, HAS_BIAS=bias is not None, MISH=activation == "mish",
@@ -119,7 +226,7 @@ def forward(
     return out
 
 
-def backward(
+def _norm_activate_backward_cuda(
     grad: torch.Tensor,
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -133,9 +240,9 @@ def backward(
     members, rows, features = x.shape
     gx = torch.empty_like(x)
     block, many, warps = row_tiles(rows, features)
-    programs = min(PARTIALS, triton.cdiv(rows, many))
+    programs = min(PARTIALS, cdiv(rows, many))
     partial = torch.empty((members, programs, 3, features), dtype=torch.float32, device=x.device)
-    _backward_kernel[(programs, members)](
+    _norm_activate_backward_kernel[(programs, members)](
         grad, x, x if bias is None else bias, scale, shift, gx, partial, rows, eps, LARGE,
         F=features, BLOCK=block, ROWS=many, GROUP=group, HAS_BIAS=bias is not None, MISH=activation == "mish",
         num_warps=warps,
