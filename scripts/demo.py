@@ -1,4 +1,4 @@
-"""What `make demo` runs: train the default experiment, evaluate it, draw its curve, and say where it all is."""
+"""`make demo`: train the default experiment, evaluate it, plot its curve, and print where the results are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 
 import rl_lab
-from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.tools.evaluate import evaluate
 from rl_lab.tools.report.command import write_report
 
 
@@ -18,20 +18,20 @@ def main() -> int:
     if run.interrupted:
         return 0
     trained = time.perf_counter() - start
-    print("evaluating 20 fresh episodes with the best checkpoint …")
-    result = evaluate_run(run.path, checkpoint="best", episodes=20, seed=1, video=True)
+    print("evaluating 20 new episodes with the best checkpoint …")
+    result = evaluate(run.path, checkpoint="best", episodes=20, seed=1, video=True)
     page, curve, *_ = write_report([run.path])
     programs = os.path.relpath(os.path.dirname(sys.executable))
     print(f"""
-Dreamer on CartPole-v1: return {result["return_mean"]:.0f} ± {result["return_std"]:.0f} over 20 fresh episodes
-(500 is the most there is). {run.counters["env_steps"]} steps took {trained / 60:.1f} minutes; the weights are those of step
-{result["step"]}, which did best on other episodes during training.
+Dreamer on CartPole-v1: return {result["return_mean"]:.0f} ± {result["return_std"]:.0f} over 20 new episodes
+(the maximum is 500). {run.counters["env_steps"]} steps took {trained / 60:.1f} minutes; the weights are those of step
+{result["step"]}, which had the best evaluation during training.
 
   curve        {curve}
   video        {result["files"].get("video", "none: rendering needs pygame")}
   report       {page}
   TensorBoard  {programs}/tensorboard --logdir {run.path / "tensorboard"}
-  go on with   {programs}/rl-lab resume {run.path} training.total_timesteps={2 * run.counters["env_steps"]}
+  continue     {programs}/rl-lab resume {run.path} training.total_timesteps={2 * run.counters["env_steps"]}
 """)
     return 0
 

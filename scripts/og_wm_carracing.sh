@@ -101,7 +101,7 @@ score() {
   pack
   score_one last "$backend" || say "no score of the last"
   if [ "$backend" != gymnasium ]; then score_one best gymnasium || say "no score with gymnasium"; fi
-  "$python" docs/make_world_model_pictures.py "$run/evolve" carracing "$run/pictures" || say "no pictures"
+  "$python" scripts/dev/world_model_images.py "$run/evolve" carracing "$run/pictures" || say "no pictures"
   pack
 }
 

@@ -1,9 +1,9 @@
-"""Weights of a checkpoint in files of a limited size, and back in one: for moving them where large files cannot go.
+"""Split the weights of a checkpoint into files of a limited size, and join them.
 
 python scripts/split_weights.py split RUN_OR_CHECKPOINT FOLDER [--limit 15]
 python scripts/split_weights.py join FOLDER FILE.pt
 
-Only components and controllers are kept: what `load.path=FILE.pt` reads. Nothing is rounded.
+Only components and controllers are kept, which `load.path=FILE.pt` reads. The values are exact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl_lab.errors import LabError
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION
 
-ROOMS = ("components", "controllers")
+GROUPS = ("components", "controllers")
 MIB = 2**20
 
 
@@ -31,7 +31,7 @@ def main() -> int:
     one = commands.add_parser("split")
     one.add_argument("source", type=Path, help="a run folder, or a checkpoint file")
     one.add_argument("folder", type=Path)
-    one.add_argument("--limit", type=float, default=15.0, help="MiB of a file")
+    one.add_argument("--limit", type=float, default=15.0, help="MiB per file")
     other = commands.add_parser("join")
     other.add_argument("folder", type=Path)
     other.add_argument("file", type=Path)
@@ -51,21 +51,21 @@ def main() -> int:
 
 
 def split(source: Path, folder: Path, limit: float) -> list[Path]:
-    """Fill one file after the other, tensor by tensor."""
+    """Write the tensors to numbered files of at most the limit each."""
     state = CheckpointManager.load_file(source, weights=True).state
     tensors = [
-        ((room, part, key), value.cpu().contiguous())
-        for room in ROOMS
-        for part, weights in state[room].items()
+        ((group, part, key), value.cpu().contiguous())
+        for group in GROUPS
+        for part, weights in state[group].items()
         for key, value in weights.items()
     ]
     parts: list[list[Any]] = [[]]
-    room_left = limit * MIB
+    bytes_left = limit * MIB
     for name, value in tensors:
-        if value.nbytes > room_left and parts[-1]:
+        if value.nbytes > bytes_left and parts[-1]:
             parts.append([])
-            room_left = limit * MIB
-        room_left -= value.nbytes
+            bytes_left = limit * MIB
+        bytes_left -= value.nbytes
         parts[-1].append((name, value))
     folder.mkdir(parents=True, exist_ok=True)
     files = []
@@ -77,15 +77,15 @@ def split(source: Path, folder: Path, limit: float) -> list[Path]:
 
 
 def join(folder: Path, file: Path) -> Path:
-    """One file with all weights."""
+    """Write one file with all weights."""
     parts = [torch.load(path, weights_only=True) for path in sorted(folder.glob("weights_*.pt"))]
     if not parts or len(parts) != parts[0]["parts"]:
-        raise LabError(f"{folder} has {len(parts)} weights_*.pt; all parts of one split must be there")
+        raise LabError(f"{folder} has {len(parts)} weights_*.pt files: all parts of one split are required")
     state: dict[str, Any] = {"version": CHECKPOINT_VERSION, "global_step": parts[0]["global_step"]}
     for part in parts:
         for name, value in part["tensors"].items():
-            room, module, key = name.split("/", 2)
-            state.setdefault(room, {}).setdefault(module, {})[key] = value
+            group, module, key = name.split("/", 2)
+            state.setdefault(group, {}).setdefault(module, {})[key] = value
     torch.save(state, file)
     return file
 

@@ -1,6 +1,6 @@
 """One picture of every installed suite, for docs/environments.md: left what a person sees, right what the agent sees.
 
-python docs/make_env_pictures.py [suite …]
+python scripts/dev/environment_images.py [suite …]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from PIL import Image
 from rl_lab.environments import make_env
 from rl_lab.errors import LabError
 
-FOLDER = Path(__file__).parent / "images" / "environments"
+FOLDER = Path(__file__).parents[2] / "docs" / "images" / "environments"
 HEIGHT = 160
 # Suite -> (task, options, decisions before the picture is taken)
 SCENES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -50,7 +50,7 @@ def draw(suite: str) -> Path:
         env.action_space.seed(1)
         for _ in range(decisions):
             obs, *_ = env.step(env.action_space.sample())
-        pictures = [env.render()]
+        pictures = [env.frame()]
         if "image" in obs:
             image = obs["image"][0].transpose(1, 2, 0)
             pictures.append(np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image)

@@ -1,6 +1,6 @@
 """Pictures for docs/algorithms/world_models.md: what V makes of images, and M's dreams at several temperatures.
 
-python docs/make_world_model_pictures.py RUN NAME [FOLDER]
+python scripts/dev/world_model_images.py RUN NAME [FOLDER]
 
 RUN is a run folder of any experiment with `workflow=og_wm`, NAME the beginning of the pictures' names.
 """
@@ -21,7 +21,7 @@ from rl_lab.environments.make import env_config_options
 from rl_lab.records import ActMode, Batch
 from rl_lab.workflows.og_wm.report import TEMPERATURES, dreams_at
 
-FOLDER = Path(__file__).parent / "images" / "world_models"
+FOLDER = Path(__file__).parents[2] / "docs" / "images" / "world_models"
 PLAYED, ROWS, SHOWN = (
     110,
     48,
@@ -41,7 +41,7 @@ def main(run: str, name: str, folder: str | Path = FOLDER) -> None:
     key = agent.workflow.vae.keys[0]
     folder.mkdir(parents=True, exist_ok=True)
     truth = batch.obs[key][0]
-    model = agent.workflow.dream_observation({"z": agent.workflow.see_sequence(batch.obs)["mu"]})[key][0]
+    model = agent.workflow.dream_observation({"z": agent.workflow.encode_sequence(batch.obs)["mu"]})[key][0]
     pick = np.linspace(0, rows - 1, SHOWN).astype(int)
     save(folder / f"{name}_reconstructions.png", {"truth": truth[pick], "V": model[pick]})
     dreams = dreams_at(agent.workflow, batch, seen, TEMPERATURES)

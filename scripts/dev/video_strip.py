@@ -1,7 +1,7 @@
 """A run's open-loop film (`media/reconstructions/*.gif`) as a picture: moments side by side; truth, model, error below.
 
 From the repository's root:
-    python docs/make_film_strip.py RUN/media/reconstructions/report_open_loop_image_000050000.gif docs/images/NAME.png
+    python scripts/dev/video_strip.py RUN/media/reconstructions/report_open_loop_image_000050000.gif docs/images/NAME.png
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from make_world_model_pictures import save
 from PIL import Image, ImageSequence
+from world_model_images import save
 
 ROWS = ("truth", "model", "error")  # side by side in the film, which has one sequence below the other
 

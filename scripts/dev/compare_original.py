@@ -1,6 +1,6 @@
 """Puts runs beside those of the authors' own code at the same settings: CSV and picture in docs/results.
 
-    python docs/compare_original.py NAME --ours OURS/metrics.jsonl … --theirs THEIRS/metrics.jsonl … --title "…"
+    python scripts/dev/compare_original.py NAME --ours OURS/metrics.jsonl … --theirs THEIRS/metrics.jsonl … --title "…"
 
 THEIRS is what danijar/dreamerv3 writes (`--logger.outputs jsonl --logger.filter '.*'`); scores.jsonl beside it gives the
 training episodes. Both average over what they log at once, so a line stands at the middle of its interval.
@@ -15,9 +15,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_lab.tools.figure_style import colors, figure_file, legend
+from rl_lab.tools.report.figures import colors, figure_file, legend
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 # Column -> (metric here, metrics there, which are summed)
 COLUMNS = {
     "entropy": ("controller/entropy", ["train/ent/action"]),

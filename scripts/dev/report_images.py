@@ -1,6 +1,6 @@
 """The pictures of docs/howto/{report,dream_report}.md, from runs that this trains: minutes on a CPU.
 
-python docs/make_report_pictures.py [--runs DIR] [report] [dream]
+python scripts/dev/report_images.py [--runs DIR] [report] [dream]
 
 Runs that lie in DIR already are gone on with, so that giving the command again draws the pictures anew. The page is
 photographed with Chromium, where there is one.
@@ -17,13 +17,13 @@ from PIL import Image
 
 from rl_lab.config.multirun import multirun
 from rl_lab.run_folder import RunFolder
-from rl_lab.tools.dream_report.command import measure
-from rl_lab.tools.dream_report.page import write_dreams
-from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.tools.dream_report import measure
+from rl_lab.tools.dream_report.page import write_dream_report
+from rl_lab.tools.evaluate import evaluate
 from rl_lab.tools.report.command import write_report
 from rl_lab.training import train
 
-FOLDER = Path(__file__).parent / "images" / "report"
+FOLDER = Path(__file__).parents[2] / "docs" / "images" / "report"
 QUIET = ["logging.tensorboard=false", "logging.progress=plain"]
 # Three seeds of two workflows on one task.
 SWEEPS = {
@@ -49,7 +49,7 @@ def report_pictures(runs: Path) -> None:
     for experiment, words in SWEEPS.items():
         sweep = f"hydra.sweep.dir={runs / experiment}"
         multirun([f"experiment={experiment}", "experiment.seed=0,1,2", *words, *QUIET, sweep])
-    evaluate_run(runs / "dreamer_cartpole" / "0", checkpoint="best", episodes=20, video=True)
+    evaluate(runs / "dreamer_cartpole" / "0", checkpoint="best", episodes=20, video=True)
     page, *_ = write_report([runs / experiment for experiment in SWEEPS], out=runs / "report")
     photograph(page, FOLDER / "page.png", height=2300)
 
@@ -61,7 +61,7 @@ def dream_pictures(runs: Path) -> None:
         train(None, [*words, *CATCH, *QUIET, f"experiment.name={name!r}", f"run_dir={folder}"])
         folders.append(RunFolder(folder))
     found = measure(folders, episodes=48, horizon=6, context=3, segments=2, policy="random")
-    files = write_dreams(found, runs / "dream_report")
+    files = write_dream_report(found, runs / "dream_report")
     keep(files["png"], FOLDER / "dream.png")
 
 

@@ -1,7 +1,7 @@
 """Keeps a run's learning curve as CSV and JSON in docs/results, and draws kept curves beside published points.
 
-    python docs/keep_learning.py keep RUN NAME --commit C --command "rl-lab train …" --machine docs/results/tdmpc_h200.json
-    python docs/keep_learning.py draw PICTURE NAME NAME … [--same-axes]
+    python scripts/dev/keep_result.py keep RUN NAME --commit C --command "rl-lab train …" --machine docs/results/tdmpc_h200.json
+    python scripts/dev/keep_result.py draw PICTURE NAME NAME … [--same-axes]
 
 RUN is a run folder or a metrics.jsonl. The JSON holds the evaluations, what was published (`--published 100000:962`, in
 frames) and from where, and how long it took from the first logged line on.
@@ -16,10 +16,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from rl_lab.tools.figure_style import colors, figure_file, legend, step_axis
 from rl_lab.tools.report.curves import Metrics
+from rl_lab.tools.report.figures import colors, figure_file, legend, step_axis
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 # Column -> metric. Those that a run never logged are left out.
 COLUMNS = {
     "train_return": "collect/return_mean",
