@@ -1,10 +1,10 @@
-"""What one Dreamer update costs: 16×64 steps of 64×64×3 images, 17 actions, replay and write-back included.
+"""Time of one Dreamer update: 16×64 steps of 64×64×3 images, 17 actions, including replay and write-back.
 
     rl-lab bench dreamer --size 1m,12m,50m,200m
 
-Each size is built as training builds it (config, parts, optimizer, replay, hook runner with capture); the rows are random.
-Times are medians of single updates, each waited for. `first_update_s` is from building the parts to the end of the first
-update, `captured_s` to the end of the first replayed graph.
+Each size is built as in training (config, parts, optimizer, replay, hook runner with capture); the rows are
+random. Times are medians of single updates with a synchronization after each. `first_update_s` is from
+building the parts to the end of the first update, `captured_s` to the end of the first replayed graph.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
 
 ROWS_PER_STREAM = 600
 STREAMS = 16
-ACTIONS = 17  # as the peers were measured
+ACTIONS = 17  # as in the measurements of other implementations
 
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(prog="rl-lab bench dreamer", description="time of one Dreamer update")
-    parser.add_argument("--size", default="12m", help="one or several of the sizes, by commas")
+    parser.add_argument("--size", default="12m", help="one or several sizes, separated by commas")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--batch", default="16x64", help="sequences x steps")
     parser.add_argument("--device", default="auto")
@@ -48,7 +48,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
 
 
 def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Build one size, time its updates and its acting."""
+    """Build one size and time its updates and its acting."""
     start = time.perf_counter()
     device = resolve_device(options.device)
     spec = Spec("bench", {"image": ArraySpec((3, 64, 64), "uint8")}, ActionSpec("discrete", (), (ACTIONS,)))
@@ -107,7 +107,7 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def fill(buffer: Any) -> None:
-    """Random rows; an episode begins every 200."""
+    """Random rows; an episode starts every 200 rows."""
     generator = torch.Generator().manual_seed(0)
     for step in range(ROWS_PER_STREAM):
         row: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def fill(buffer: Any) -> None:
 
 
 def act_time(workflow: Any, device: torch.device, repeats: int, *, capture: bool) -> float:
-    """Acting for 16 environments, with the copies of observations to the device and actions back."""
+    """Time acting for 16 environments, including the transfers of observations and actions."""
     runner = ActRunner(workflow, device=device, capture=capture)
     mode = ActMode(generator=torch.Generator(device).manual_seed(0))
     obs = {"image": np.random.default_rng(0).integers(0, 256, (STREAMS, 3, 64, 64), dtype=np.uint8)}

@@ -1,16 +1,16 @@
-"""How many steps a second each suite gives, with 1 and N workers, beside Gymnasium's AsyncVectorEnv.
+"""Environment steps per second of each suite with 1 and N workers, compared with Gymnasium's AsyncVectorEnv.
 
-For each task all contenders are built first; then they take turns, round after round, back and forth. In a round each
-plays the same number of vector steps of the same games: same seeds, same actions (drawn in the lab's form, converted
-for Gymnasium's). Speeds are medians over the rounds; a ratio is the median of the rounds' ratios, so that a machine
-that is busy for a while slows both sides of it. `low` and `high` in the JSON are the extremes, and the load average
-is printed.
+For each task all contenders are built first; then they are measured in turns, in alternating order. In a
+round each makes the same number of vector steps of the same episodes: same seeds, same actions (drawn in RL
+Lab's format, converted for Gymnasium). Speeds are medians over the rounds; a ratio is the median of the
+rounds' ratios, so that a temporary load slows both sides of it. `low` and `high` in the JSON are the
+extremes, and the load average is printed.
 
-Ours makes what training gets (dict of channels-first arrays, actions in the lab's form, views without a copy, a new seed
-for every episode). Gymnasium's steps the suite's plain environment, one process for each environment, shared memory,
-with copies, as it does unless told otherwise.
+RL Lab's environment returns what training uses (dict of channels-first arrays, views without a copy, a new
+seed for every episode). AsyncVectorEnv steps the suite's plain environment with its defaults: one process per
+environment, shared memory, copies.
 
-    gymnasium, 1_worker, N_workers, chosen    `--num-envs` environments; `chosen`: the number of workers ours picks
+    gymnasium, 1_worker, N_workers, chosen    `--num-envs` environments; `chosen`: default number of workers
     single, gymnasium_single                  one environment in one process on both sides
 """
 
@@ -36,7 +36,7 @@ from rl_lab.environments.spec import action_mapping
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
 
-# Task -> options. Sizes are the suites' own, so that both sides make the same pictures.
+# Task -> options. Image sizes are the suites' defaults, so that both sides render the same images.
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {},
     "minigrid/Empty-8x8": {},
@@ -49,25 +49,27 @@ TASKS: dict[str, dict[str, Any]] = {
     "crafter/reward": {},
     "carracing/continuous": {},
 }
-ACTIONS = 256  # different vector actions, taken in turn
+ACTIONS = 256  # different vector actions, used cyclically
 PAUSE_S = 0.2
 
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
-    """Rows per task: steps/s of each contender, ratios, CPU time and bytes of a step."""
+    """Return rows per task: steps/s of each contender, ratios, CPU time and bytes per step."""
     parser = argparse.ArgumentParser(
         prog="rl-lab bench env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--tasks", nargs="+", default=list(TASKS), help="suite/task; default: one or two a suite"
+        "--tasks", nargs="+", default=list(TASKS), help="suite/task (default: one or two per suite)"
     )
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="N; default: the number of cores"
+        "--workers", type=int, default=os.cpu_count() or 1, help="N (default: the number of cores)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each; the median is reported")
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="that Gymnasium's takes for one measurement"
+        "--rounds", type=int, default=5, help="measurements of each contender; the median is reported"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="seconds of Gymnasium's environment for one measurement"
     )
     options = parser.parse_args(argv)
     rows = []
@@ -81,14 +83,14 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
 
 @dataclass
 class Contender:
-    """A vector environment, the actions it takes, and how quick it was."""
+    """A vector environment, its actions, and its measured speeds."""
 
     env: Any
-    actions: list[np.ndarray]  # each (N, …), in its own form
+    actions: list[np.ndarray]  # each (N, …), in its own format
     steps: int = 0  # vector steps of a round
     played: int = 0
-    speeds: list[float] = field(default_factory=list)  # environment steps a second
-    cpu: list[float] = field(default_factory=list)  # seconds an environment step, over all its processes
+    speeds: list[float] = field(default_factory=list)  # environment steps per second
+    cpu: list[float] = field(default_factory=list)  # CPU seconds per environment step, over all its processes
 
     @property
     def pids(self) -> list[int]:
@@ -96,7 +98,7 @@ class Contender:
         return [os.getpid(), *(ours if ours is not None else [process.pid for process in self.env.processes])]
 
     def begin(self, seed: int = 0) -> None:
-        """The first episodes of the run with that seed, on either side."""
+        """Start the first episodes of the seed, the same on both sides."""
         if hasattr(self.env, "worker_pids"):
             self.env.reset(seed=seed)
         else:
@@ -104,7 +106,7 @@ class Contender:
         self.played = 0
 
     def play(self, steps: int) -> float:
-        """Take that many vector steps; returns seconds."""
+        """Make `count` vector steps; returns seconds."""
         begin = perf_counter()
         for number in range(self.played, self.played + steps):
             self.env.step(self.actions[number % ACTIONS])
@@ -112,7 +114,7 @@ class Contender:
         return perf_counter() - begin
 
     def measure(self) -> None:
-        sleep(PAUSE_S)  # on a busy machine, who has just used the processor waits longer for it
+        sleep(PAUSE_S)  # on a busy machine a process that has just used the CPU waits longer for it
         cpu = _cpu_seconds(self.pids)
         seconds = self.play(self.steps)
         number = self.steps * self.env.num_envs
@@ -121,11 +123,11 @@ class Contender:
 
 
 def measure(task: str, num_envs: int, workers: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Rows of one task."""
+    """Return the rows of one task."""
     load = os.getloadavg()[0]
     contenders: dict[str, Contender] = {}
     try:
-        # Gymnasium's first: its processes are forks of this one, and must not hold the ends of our workers' pipes.
+        # Gymnasium first: its processes are forks of this one and must not inherit our workers' pipes.
         for name, count in (("gymnasium", num_envs), ("gymnasium_single", 1)):
             contenders[name] = Contender(
                 gymnasium.vector.AsyncVectorEnv([plain_environment(task)] * count), []
@@ -142,7 +144,7 @@ def measure(task: str, num_envs: int, workers: int, rounds: int, seconds: float)
         _deal_actions(contenders.values(), contenders["chosen"].env)
         _agree_on_steps(contenders, seconds)
         for number in range(rounds):
-            # Peers stand beside each other; the one that works in this process comes last.
+            # Contenders to be compared are adjacent; the one that runs in this process comes last.
             order = ["gymnasium_single", "single", "gymnasium", f"{workers}_workers", "1_worker", "chosen"]
             for name in order if number % 2 == 0 else reversed(order):
                 contenders[name].measure()
@@ -174,9 +176,9 @@ def measure(task: str, num_envs: int, workers: int, rounds: int, seconds: float)
 
 
 def bytes_per_step(spec: Spec) -> int:
-    """Bytes that one step of one environment writes to shared memory: observations, reward, flags, action.
+    """Return the bytes that one step of one environment writes to shared memory.
 
-    There is no other copy up to here: `step` gives views of that memory.
+    `step` returns views of that memory, so there is no other copy.
     """
     observations = sum(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize for s in spec.observations.values())
     action = int(np.prod(spec.action.shape)) * (4 if spec.action.kind == "continuous" else 8)
@@ -184,7 +186,7 @@ def bytes_per_step(spec: Spec) -> int:
 
 
 def gymnasium_bytes_per_step(make: Callable[[], gymnasium.Env]) -> int:
-    """The same for AsyncVectorEnv: observations into shared memory and out of it, the rest as pickles in a pipe."""
+    """Return the same for AsyncVectorEnv: observations in shared memory, the rest pickled through a pipe."""
     env = make()
     try:
         env.reset(seed=0)
@@ -197,7 +199,7 @@ def gymnasium_bytes_per_step(make: Callable[[], gymnasium.Env]) -> int:
 
 
 def plain_environment(task: str) -> Callable[[], gymnasium.Env]:
-    """What makes the suite's environment without the lab's wrappers."""
+    """Return the factory of the suite's environment without RL Lab's wrappers."""
     name, module, rest = make_module._split(task)
     adapter = importlib.import_module(module)
     resolved = adapter.resolve(rest) if hasattr(adapter, "resolve") else rest
@@ -207,7 +209,10 @@ def plain_environment(task: str) -> Callable[[], gymnasium.Env]:
 
 
 def _deal_actions(contenders: Iterable[Contender], ours: Any) -> None:
-    """The same actions for all, each in its own form; the single ones take those of environment 0."""
+    """Set the same actions for all contenders, each in its own format.
+
+    Single environments use those of environment 0.
+    """
     ours.action_space.seed(0)
     actions = [ours.action_space.sample() for _ in range(ACTIONS)]
     for contender in contenders:
@@ -221,7 +226,7 @@ def _deal_actions(contenders: Iterable[Contender], ours: Any) -> None:
 
 
 def _agree_on_steps(contenders: dict[str, Contender], seconds: float) -> None:
-    """As many vector steps a round as Gymnasium's takes in `seconds`; then all stand at the beginning."""
+    """Set the vector steps per round to what Gymnasium's environment makes in `seconds`; then reset all."""
     for name, contender in contenders.items():
         if name.startswith("gymnasium"):
             contender.begin()
@@ -252,7 +257,7 @@ def _leaves(obs: Any) -> list[Any]:
 
 
 def _cpu_seconds(pids: Iterable[int]) -> float:
-    """CPU time of these processes so far; 0 where the system does not tell."""
+    """Return the CPU time of these processes so far; 0 if the system does not report it."""
     total = 0.0
     for pid in pids:
         try:

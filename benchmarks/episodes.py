@@ -1,14 +1,16 @@
-"""Ten million rows of episodes on disk: written, killed, opened again, sampled, with memory watched all along.
+"""Ten million rows of episodes on disk: write, kill, reopen and sample, with memory measurements.
 
-A row is 16 floats of observation, 4 of action, reward and flags: 87 bytes. 16 environments, episodes of 200 to 800 rows.
+A row is 16 floats of observation, 4 of action, reward and flags: 87 bytes. 16 environments, episodes of 200
+to 800 rows.
 
-A process of its own writes, and is ended by SIGKILL at two thirds of the way; the folder is opened again (timed), what was
-lost is counted against what the process had said it added, and another process writes the rest. Then batches are drawn, once
-with the files in the system's cache and once after asking it to drop them, each with a cache of the buffer's own that holds
-a small part of the data and is full. Every batch is checked: rows carry a counter that must go up by one inside an
-episode. Times of the CPU beside those of the clock tell what a machine busy with other things would else hide (`load`).
-Memory is the resident set of the writing process and of the one that samples, taken every half second and every few
-batches; `spread` is the largest minus the smallest after the first tenth, in which it is allowed to fill its caches.
+A separate process writes and is killed by SIGKILL after two thirds; the folder is reopened (timed), the lost
+rows are counted against those that the process reported, and another process writes the rest. Then batches
+are sampled, once with the files in the page cache and once after dropping it, each with a full buffer cache
+that holds a small part of the data. Every batch is checked: rows have a counter that must increase by one
+within an episode. CPU times are reported next to wall times, because other processes slow the latter
+(`load`). Memory is the resident set of the writing and of the sampling process, measured every half second
+and every few batches; `spread` is the maximum minus the minimum after the first tenth, during which the
+caches fill.
 
     rl-lab bench episodes [--rows 10000000] [--batches 400] [--folder DIR] [--json FILE]
 """
@@ -35,7 +37,7 @@ import torch
 from rl_lab.buffers.episodes.buffer import EpisodeBuffer
 from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, Spec
 
-STREAMS, STEPS = 16, 500  # rows of each stream that are added at a time
+STREAMS, STEPS = 16, 500  # rows per stream that are added at a time
 SHORTEST, LONGEST = 200, 800  # rows of an episode
 CACHE_BYTES = 128 << 20
 SPEC = Spec(
@@ -49,12 +51,15 @@ Row = dict[str, Any]
 
 
 def run(argv: list[str]) -> list[Row]:
-    """Rows of name, value, unit."""
+    """Return rows of name, value, unit."""
     parser = argparse.ArgumentParser(prog="rl-lab bench episodes", description="episodes on disk")
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument(
-        "--folder", type=Path, default=None, help="where to write (default: a temporary folder here)"
+        "--folder",
+        type=Path,
+        default=None,
+        help="where to write (default: a temporary folder in the current one)",
     )
     chosen = parser.parse_args(argv)
     home = Path(tempfile.mkdtemp(prefix="bench_episodes_", dir=chosen.folder or Path.cwd()))
@@ -78,7 +83,7 @@ def measure(folder: Path, rows: int, batches: int) -> list[Row]:
     note("reopened_after_kill_s", time.perf_counter() - begin, "s", said=said)
     note("rows_when_killed", first.rows, "rows")
     note("rows_lost_by_kill", first.rows - buffer.size, "rows")
-    most = STREAMS * (LONGEST + STEPS)  # open episodes, and what was added after it last spoke
+    most = STREAMS * (LONGEST + STEPS)  # open episodes, and rows added after the last report
     assert 0 <= first.rows - buffer.size + STREAMS * STEPS <= most + STREAMS * STEPS
     held = buffer.size
     buffer.close()
@@ -101,7 +106,7 @@ def measure(folder: Path, rows: int, batches: int) -> list[Row]:
     memory: list[float] = []
     while buffer._cache.nbytes < min(
         0.95 * CACHE_BYTES, 0.5 * raw
-    ):  # steady: a batch read means another forgotten
+    ):  # steady state: each batch read evicts another
         sample_rate(buffer, SPECS["16x64"], 10, memory)
     memory = []
     for name, spec in SPECS.items():
@@ -119,7 +124,7 @@ def measure(folder: Path, rows: int, batches: int) -> list[Row]:
 
 
 def note_memory(note: Callable[..., None], what: str, memory: list[float]) -> None:
-    """Largest, and largest minus smallest after the first tenth; with a twentieth of the values themselves."""
+    """Return the maximum, and maximum minus minimum after the first tenth; with every twentieth value."""
     late = memory[len(memory) // 10 :] or memory
     series = [round(value) for value in memory[:: max(1, len(memory) // 20)]]
     print(f"  rss while {what}, MB: {series}")
@@ -141,7 +146,7 @@ def open_buffer(folder: Path, said: list[str]) -> EpisodeBuffer:
 def sample_rate(
     buffer: EpisodeBuffer, spec: BatchSpec, batches: int, memory: list[float]
 ) -> tuple[float, float]:
-    """Batches per second and milliseconds of CPU time for one, the check of each not counted."""
+    """Return batches per second and CPU milliseconds per batch, without the checks."""
     out, generator = buffer.make_batch(spec), torch.Generator().manual_seed(len(memory))
     spent = cpu = 0.0
     for batch in range(batches):
@@ -149,14 +154,14 @@ def sample_rate(
         buffer.sample(spec, generator=generator, out=out)
         spent, cpu = spent + time.perf_counter() - begin, cpu + time.process_time() - busy
         counter = out.obs["state"][..., 0]
-        assert (counter.diff(dim=1) == 1).all(), "rows that do not follow one another"
+        assert (counter.diff(dim=1) == 1).all(), "rows that are not consecutive"
         if batch % 10 == 0:
             memory.append(resident(os.getpid()))
     return batches / spent, 1e3 * cpu / batches
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Ask the system to forget the files' content. It may refuse, silently."""
+    """Ask the system to drop the files from the page cache. It may refuse silently."""
     for path in folder.glob("chunk-*"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -164,7 +169,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 class Written:
-    """What a writing process did."""
+    """Report of a writing process."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -178,7 +183,7 @@ class Written:
 
 
 def write_until_killed(folder: Path, rows: int, *, kill: bool = True) -> Written:
-    """Let a process write until it has said that it added `rows` rows, then end it, or let it end."""
+    """Run a writing process until it has reported `rows` rows, then kill it, or let it end."""
     result = Written()
     command = [sys.executable, str(Path(__file__).resolve()), str(folder), str(rows if not kill else 1 << 60)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -189,7 +194,7 @@ def write_until_killed(folder: Path, rows: int, *, kill: bool = True) -> Written
         while not done.wait(0.5):
             try:
                 result.memory.append(resident(process.pid))
-                if result.memory[-1] < 1:  # it is gone
+                if result.memory[-1] < 1:  # it has ended
                     result.memory.pop()
             except psutil.Error:
                 return
@@ -202,7 +207,7 @@ def write_until_killed(folder: Path, rows: int, *, kill: bool = True) -> Written
             if kill and result.rows >= rows:
                 process.send_signal(signal.SIGKILL)
                 break
-        for line in process.stdout:  # said before the end came
+        for line in process.stdout:  # reported before it ended
             result.take(line)
         code = process.wait()
         assert kill or code == 0, "the writing process failed"
@@ -215,12 +220,12 @@ def write_until_killed(folder: Path, rows: int, *, kill: bool = True) -> Written
 
 
 def write(folder: Path, rows: int) -> None:
-    """What the writing process does: it says rows, seconds and CPU seconds, without those for making up data."""
+    """Body of the writing process: reports rows, seconds and CPU seconds, without generating the data."""
     buffer = open_buffer(folder, [])
     rng = np.random.default_rng(os.getpid())
     noise = rng.standard_normal((STREAMS, STEPS, 16)).astype(np.float32)
     action = rng.uniform(-1, 1, (STREAMS, STEPS, 4)).astype(np.float32)
-    left = rng.integers(SHORTEST, LONGEST, STREAMS)  # rows until each stream's episode ends
+    left = rng.integers(SHORTEST, LONGEST, STREAMS)  # rows until the end of each stream's episode
     is_first, counter = np.ones(STREAMS, dtype=bool), np.zeros(STREAMS, dtype=np.int64)
     added, spent, cpu = 0, 0.0, 0.0
     while added < rows:

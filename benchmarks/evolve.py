@@ -1,19 +1,22 @@
-"""Candidates of an evolution judged per second: all in one batch, beside one process for each of them.
+"""Candidates evaluated per second in an evolution: all in one batch, or one process per candidate.
 
-Both play the same rollouts with the same code and nets, on the same cores. Batched: one forward pass acts for all
-rollouts that are under way; environments that are worth it lie in worker processes, in two groups that take turns. One
-process each: every candidate has a process with its own copy of the nets and one environment, and plays one rollout
-after the other, as the original World Models does; all of them share the cores. They are started before the clock.
+Both run the same rollouts with the same code and networks on the same cores. Batched: one forward pass acts
+for all running rollouts; slow environments run in worker processes, in two alternating groups. One process
+per candidate: each process has its own copy of the networks and one environment and runs one rollout after
+the other, as the original World Models; all of them share the cores. The processes are started before the
+measurement.
 
-    toy        the nets of og_wm_cartpole_pixels, on pictures that cost nothing: what acting itself costs
-    dream      the nets of og_wm_carracing, as published, in the dream of M
-    carracing  the same in the environment, of which one step takes several times as long as acting
+    toy        the networks of og_wm_cartpole_pixels on random images without cost: the time of acting alone
+    dream      the networks of og_wm_carracing, as published, in the dream of M
+    carracing  the same in the environment, where one step takes several times as long as acting
 
-How it is kept fair: torch has one thread everywhere, as in the lab's runs (--threads gives the batched pass more). In each world the contenders take turns, round by round, and medians are compared. No rollout is ended early. On a busy
-machine many processes get more of it than one does: `cpu_ms` (processor time of a step, acting and environment, however
-long it waited) still compares them.
+torch has one thread everywhere, as in RL Lab's runs (--threads gives the batched pass more). In each world
+the contenders alternate round by round, and medians are compared. No rollout ends early. On a busy machine
+many processes get a larger share of the CPU than one: `cpu_ms` (CPU time per step, acting and environment,
+without waiting) remains comparable.
 
-    rl-lab bench evolve [--worlds toy dream carracing] [--candidates 16] [--episodes 2] [--steps 100] [--cores N] [--threads N]
+    rl-lab bench evolve [--worlds toy dream carracing] [--candidates 16] [--episodes 2] [--steps 100] [--cores
+    N] [--threads N]
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from gymnasium import spaces
 Row = dict[str, Any]
 
 
-class Pictures(gymnasium.Env):
-    """Grey noise, two actions, never ends."""
+class RandomImages(gymnasium.Env):
+    """Grey noise images, two actions, no end."""
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.observation_space = spaces.Box(0, 255, (64, 64, 1), np.uint8)
@@ -54,13 +57,13 @@ class Pictures(gymnasium.Env):
 
 @dataclass(frozen=True)
 class World:
-    """What is played."""
+    """Experiment, task and settings of one measurement."""
 
     experiment: str
     task: Any
     options: dict[str, Any]
     dream: bool = False
-    workers: bool = False  # environments in processes of their own
+    workers: bool = False  # environments in separate processes
 
     def make_env(self, num_envs: int, workers: int, steps: int) -> Any:
         from rl_lab.environments import make_env
@@ -70,22 +73,24 @@ class World:
 
 TRACK = {"size": 64, "crop": True}
 WORLDS = {
-    "toy": World("og_wm_cartpole_pixels", Pictures, {}),
+    "toy": World("og_wm_cartpole_pixels", RandomImages, {}),
     "dream": World("og_wm_carracing", "carracing/continuous", TRACK, dream=True),
     "carracing": World("og_wm_carracing", "carracing/continuous", TRACK, workers=True),
 }
 
 
 def run(argv: list[str]) -> list[Row]:
-    """Rows of name, value, unit."""
-    parser = argparse.ArgumentParser(prog="rl-lab bench evolve", description="candidates judged per second")
+    """Return rows of name, value, unit."""
+    parser = argparse.ArgumentParser(
+        prog="rl-lab bench evolve", description="candidates evaluated per second"
+    )
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=["toy", "dream"])
     parser.add_argument("--candidates", type=int, default=16)
     parser.add_argument("--episodes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100, help="of every rollout")
+    parser.add_argument("--steps", type=int, default=100, help="steps of every rollout")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cores", type=int, help="how many to use (default: all)")
-    parser.add_argument("--threads", type=int, default=1, help="of the batched pass")
+    parser.add_argument("--cores", type=int, help="cores to use (default: all)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the batched pass")
     chosen = parser.parse_args(argv)
     allowed = sorted(os.sched_getaffinity(0))
     cores = min(chosen.cores or len(allowed), len(allowed))
@@ -101,7 +106,7 @@ def run(argv: list[str]) -> list[Row]:
 
 
 def compare(name: str, world: World, chosen: argparse.Namespace, cores: int) -> list[Row]:
-    """Evaluations per second of both, and their ratio."""
+    """Return evaluations per second of both methods, and their ratio."""
     torch.set_num_threads(1)  # before any process is forked: no thread pool may be copied
     jobs = chosen.candidates * chosen.episodes
     alone = OneProcessEach(world, chosen)
@@ -147,7 +152,7 @@ def compare(name: str, world: World, chosen: argparse.Namespace, cores: int) -> 
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Processor time that these processes have used so far."""
+    """Return the CPU time of these processes so far."""
     import psutil
 
     times = [psutil.Process(pid).cpu_times() for pid in pids]
@@ -155,7 +160,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 class Batched:
-    """All candidates at once."""
+    """All candidates in one batch."""
 
     def __init__(self, world: World, chosen: argparse.Namespace, cores: int) -> None:
         self.world = world
@@ -188,7 +193,7 @@ class Batched:
 
 
 class OneProcessEach:
-    """A process for every candidate; they play when they are told to, and tell when they are through."""
+    """One process per candidate; each runs on request and reports when it is done."""
 
     def __init__(self, world: World, chosen: argparse.Namespace) -> None:
         context = multiprocessing.get_context("fork")
@@ -243,7 +248,7 @@ def play_alone(world: World, chosen: argparse.Namespace, number: int, start: Any
 
 
 def make_workflow(world: World, chosen: argparse.Namespace) -> Any:
-    """The experiment's nets, untrained."""
+    """Return the experiment's networks, untrained."""
     from rl_lab.build import assemble_workflow
     from rl_lab.config.compose import compose_config, resolve_config
     from rl_lab.environments.make import probe_spec
@@ -257,7 +262,7 @@ def make_workflow(world: World, chosen: argparse.Namespace) -> Any:
             f"algorithm.evolution.episodes={chosen.episodes}",
             "algorithm.evolution.early_stop.patience=0",
             f"algorithm.imagination_horizon={chosen.steps}",
-            # Every rollout has its full length: a dream without an end.
+            # Every rollout has its full length: dreams do not terminate.
             "components.mdn_rnn.done_head=false",
         ]
     )
@@ -271,7 +276,7 @@ def candidates(workflow: Any, chosen: argparse.Namespace) -> torch.Tensor:
 
 
 def start_rows(workflow: Any, episodes: int) -> Any:
-    """Stored latents for dreams to begin with, (episodes, 1)."""
+    """Return stored latents that dreams start from, (episodes, 1)."""
     from rl_lab.records import Batch
 
     zeros = torch.zeros(episodes, 1, workflow.vae.latent)

@@ -1,12 +1,13 @@
-"""What one update of each part of IRIS and Δ-IRIS costs, at the originals' batch shapes.
+"""Time of one update of each part of IRIS and Δ-IRIS with the originals' batch shapes.
 
     rl-lab bench iris --case delta_crafter,delta_atari,iris
 
-Each case is built as training builds it (config, parts, optimizers, hook runner with capture); the rows are random. Times
-are medians of single calls, each waited for. IRIS' tokenizer is timed with the perceptual loss on VGG16 features with random
-weights, as the original's time includes it. `first_step_s` is from the start of the process to the first update
-of every part that is replayed from its graph. `parity` compares captured with eager calls of a float32 copy: the largest
-relative difference of a loss over five updates.
+Each case is built as in training (config, parts, optimizers, hook runner with capture); the rows are random.
+Times are medians of single calls with a synchronization after each. IRIS' tokenizer is timed with the
+perceptual loss on VGG16 features with random weights, as the original's time includes it. `first_step_s` is
+from the start of the process to the first update of every part that is replayed from its graph. `parity`
+compares captured with eager calls of a float32
+copy: the largest relative difference of a loss over five updates.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ import torch
 
 from rl_lab.build import assemble_workflow
 from rl_lab.config.compose import compose_config, resolve_config
-from rl_lab.launch.runtime import resolve_device
+from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.diagnostics import print_kernels
 from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActionSpec, ArraySpec, Batch, BatchSpec, Spec
-from rl_lab.utils.tensor_float import asks_for_tensor_float
 
 PARTS = ("tokenizer", "world_model", "actor_critic")
 PERCEPTUAL = "+components/reconstruction_loss@components.tokenizer.losses.perceptual=perceptual"
@@ -40,27 +40,25 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(prog="rl-lab bench iris", description="time of one update of each part")
-    parser.add_argument("--case", default=",".join(CASES), help="one or several of the cases, by commas")
-    parser.add_argument("--updates", type=int, default=30, help="timed calls of each")
+    parser.add_argument("--case", default=",".join(CASES), help="one or several cases, separated by commas")
+    parser.add_argument("--updates", type=int, default=30, help="timed calls per part")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
-    parser.add_argument(
-        "--tiny", action="store_true", help="smallest nets and batches: whether it runs at all"
-    )
+    parser.add_argument("--tiny", action="store_true", help="smallest networks and batches, as a smoke test")
     parser.add_argument("--eager", action="store_true", help="without capture")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update of each part")
-    parser.add_argument("--no-parity", action="store_true", help="leave out the comparison with eager calls")
+    parser.add_argument("--no-parity", action="store_true", help="skip the comparison with eager calls")
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     for number, name in enumerate(options.case.split(",")):
         if name not in CASES:
-            parser.error(f"there is no case '{name}': choose from {', '.join(CASES)}")
+            parser.error(f"--case {name}: there is no such case; choose from {', '.join(CASES)}")
         rows += measure(name, options, first=number == 0)
     return rows
 
 
 def measure(name: str, options: argparse.Namespace, *, first: bool) -> list[dict[str, Any]]:
-    """Build one case, time an update of each of its parts."""
+    """Build one case and time an update of each of its parts."""
     device = resolve_device(options.device)
     case = Case(name, options, device, capture=not options.eager)
     for part in PARTS:
@@ -84,7 +82,7 @@ def measure(name: str, options: argparse.Namespace, *, first: bool) -> list[dict
 
 
 class Case:
-    """One workflow, each of its updates behind a hook runner with a batch that stays the same."""
+    """One workflow whose updates run through hook runners with a fixed batch."""
 
     def __init__(
         self,
@@ -125,7 +123,7 @@ class Case:
         }
 
     def updates(self, part: str, count: int) -> list[float]:
-        """Milliseconds of each of `count` updates."""
+        """Return the milliseconds of each of `count` updates."""
         times = []
         phase: dict[str, Any] = {"progress": 0.0, "set": {}}
         for _ in range(count):
@@ -138,7 +136,7 @@ class Case:
 
 
 class SameBatch:
-    """In place of a stream from replay."""
+    """Replaces a stream from replay with a fixed batch."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -146,8 +144,8 @@ class SameBatch:
     def next(self) -> Batch:
         return self.batch
 
-    def ahead(self) -> None:
-        """There is nothing to fetch."""
+    def prefetch_next(self) -> None:
+        """Do nothing: the batch is fixed."""
 
 
 def random_rows(spec: BatchSpec, actions: int, device: torch.device) -> Batch:
@@ -166,7 +164,7 @@ def random_rows(spec: BatchSpec, actions: int, device: torch.device) -> Batch:
 
 
 def parity(name: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Five updates of each part, captured and eager, from the same start with the same random numbers."""
+    """Compare five updates of each part, captured and eager, from the same state and random numbers."""
     found: list[dict[str, list[float]]] = []
     for capture in (True, False):
         case = Case(name, options, device, capture=capture, exact=True)

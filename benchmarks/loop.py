@@ -1,7 +1,7 @@
-"""The loop alone: what one action costs when collecting and updating do nothing.
+"""Overhead of the training loop: time of one action when collecting and updating do nothing.
 
-Everything of ours between two pieces of work is real (scheduler, orchestrator, hook runner, capture's plain path,
-meters, log lines); the environment, the algorithm, the buffer and the files are stand-ins that return at once.
+Scheduler, orchestrator, hook runner, the eager path of capture, meters and log lines are real; environment,
+algorithm, buffer and files are stubs that return immediately.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import CollectResult, Hook, UpdateResult
 from rl_lab.utils.metrics import Stopwatch
 
-ENVS = 8  # steps that one collect brings
+ENVS = 8  # steps of one collect
 ROWS: dict[str, Any] = {"reward": None}
-METRICS = {f"metric_{number}": torch.zeros(()) for number in range(16)}  # what one update reports
+METRICS = {f"metric_{number}": torch.zeros(()) for number in range(16)}  # metrics of one update
 
-# Two hooks each cycle, one paid by a ratio, one rare: every way a hook can be paced is walked through.
+# Two hooks per cycle, one scheduled by a ratio, one rare: all ways to schedule a hook are covered.
 PHASES = [
     {
         "name": "joint",
@@ -44,7 +44,7 @@ HOOKS = ("update_world_model", "update_controller", "update_rarely")
 
 
 class IdleWorkflow:
-    """Collects nothing, at once."""
+    """Stub: collects nothing."""
 
     def __init__(self) -> None:
         self.result = CollectResult(steps=ENVS, trajectory=ROWS)
@@ -60,7 +60,7 @@ class IdleWorkflow:
 
 
 class IdleStorage:
-    """Takes rows and forgets them; has no batches to give."""
+    """Stub: discards rows and has no batches."""
 
     buffers: Mapping[str, Any] = {}
 
@@ -78,14 +78,14 @@ class IdleStorage:
 
 
 class IdleLogger:
-    """Drops what it is given."""
+    """Stub: discards its input."""
 
     def scalars(self, metrics: Mapping[str, float], **counters: int) -> None:
         pass
 
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
-    """Rows: overhead per action of the whole loop, of the scheduler alone, and of its parts."""
+    """Return rows: overhead per action of the complete loop, of the scheduler alone, and of its parts."""
     parser = argparse.ArgumentParser(prog="rl-lab bench loop", description=__doc__)
     parser.add_argument("--actions", type=int, default=20_000, help="per measurement")
     parser.add_argument("--repeats", type=int, default=5, help="measurements; the median is reported")
@@ -105,7 +105,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
 
 
 def make_loop(env_steps: int) -> Orchestrator:
-    """A real orchestrator over stand-ins, with cadences that are due now and then."""
+    """Build a real orchestrator over stubs, with cadences that are due from time to time."""
     workflow, storage, stopwatch = IdleWorkflow(), IdleStorage(), Stopwatch()
     scheduler = _make_scheduler(env_steps, storage)
     generator = torch.Generator().manual_seed(0)
@@ -155,7 +155,7 @@ def _env_steps(actions: int) -> int:
 
 
 def _measure_loop(actions: int) -> tuple[float, int, dict[str, float]]:
-    """Seconds of a whole run, its actions, and seconds per call of the parts."""
+    """Return the seconds of a complete run, its actions, and seconds per call of the parts."""
     loop = make_loop(_env_steps(actions))
     begin = perf_counter()
     loop.run()
@@ -165,7 +165,7 @@ def _measure_loop(actions: int) -> tuple[float, int, dict[str, float]]:
 
 
 def _measure_scheduler(actions: int) -> float:
-    """Seconds per action of asking and advancing, with nothing in between."""
+    """Return the seconds per action of the scheduler's next and advance alone."""
     scheduler = _make_scheduler(_env_steps(actions), IdleStorage())
     done = 0
     begin = perf_counter()
@@ -176,14 +176,14 @@ def _measure_scheduler(actions: int) -> float:
 
 
 def _measure_parts(calls: int) -> dict[str, float]:
-    """Seconds per call of the pieces that an action is made of."""
+    """Return the seconds per call of the parts of an action."""
     loop = make_loop(_env_steps(3))
     runner = loop.runners["update_world_model"]
     view, totals = loop.scheduler.view(), loop.scheduler.totals
     pieces = {
         "hook_runner": lambda: runner.run(None, view, totals, key=0),
         "metric_meter": lambda: runner.meter.add(METRICS),
-        "cadences": loop._follow_cadences,
+        "cadences": loop._run_due_cadences,
     }
     seconds = {}
     for name, piece in pieces.items():

@@ -1,8 +1,8 @@
-"""Memory of a long tiny run: is the resident size of trainer and environment workers flat?
+"""Memory of a long tiny run: checks whether the resident size of trainer and environment workers is constant.
 
-Trains `debug=tiny` in a process of its own for as long as asked, with every cadence busy (log lines, evaluations,
-reports, checkpoints with replay) and a ring of rows that is full after a few minutes, and notes the resident set size
-(RSS) of every process of it.
+Trains `debug=tiny` in a separate process for the given time with frequent log lines, evaluations, reports and
+checkpoints with replay, and a ring buffer that is full after a few minutes, and records the resident set size
+(RSS) of every process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-SETTLED = 1 / 6  # of the time: imports, the first of everything, the ring filling up
+SETTLED = 1 / 6  # of the time: imports, first calls, and filling of the ring buffer
 WORDS = (
     "debug=tiny",
     "training.total_timesteps=1000000000",
@@ -35,10 +35,10 @@ ROLES = ("trainer", "workers", "helpers")
 
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
-    """Rows: resident MiB at the start, after settling and at the end, and the slope in between."""
+    """Return rows: resident MiB at the start, after settling and at the end, and the slope between."""
     parser = argparse.ArgumentParser(prog="rl-lab bench memory", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two measurements")
     parser.add_argument("--experiment", default="dreamer_cartpole")
     parser.add_argument("--plot", type=Path, help="where to write a PNG")
     options = parser.parse_args(argv)
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
 
 
 def watch(folder: Path, experiment: str, minutes: float, every: float) -> tuple[list[dict[str, float]], int]:
-    """Train until the time is over; returns what was seen and the environment steps made."""
+    """Train until the time is over; returns the measurements and the number of environment steps."""
     command = [sys.executable, "-m", "rl_lab", "train", f"experiment={experiment}", *WORDS]
     with open(folder.parent / "output.txt", "w+") as output:
         process = subprocess.Popen([*command, f"run_dir={folder}"], stdout=output, stderr=subprocess.STDOUT)
@@ -77,7 +77,7 @@ def watch(folder: Path, experiment: str, minutes: float, every: float) -> tuple[
 
 
 def resident(pid: int) -> dict[str, float]:
-    """MiB by role. Workers are what the trainer's helpers (the fork server) started."""
+    """Return MiB by role. Workers are the children of the trainer's fork server."""
     sizes = dict.fromkeys(ROLES, 0.0)
     try:
         trainer = psutil.Process(pid)
@@ -98,7 +98,7 @@ def _mib(process: psutil.Process) -> float:
 
 
 def summary(role: str, samples: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """Settled and final size (medians of a tenth of the time each), slope, and the whole series."""
+    """Return settled and final size (medians of a tenth of the time each), slope, and the complete series."""
     seconds = np.array([sample["seconds"] for sample in samples])
     sizes = np.array([sample[role] for sample in samples])
     settled = seconds >= SETTLED * seconds[-1]

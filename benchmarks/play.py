@@ -1,9 +1,10 @@
-"""How many frames a second web play sends, how long a key takes to show, and what ten viewers leave of it.
+"""Frames per second of web play with one page and with ten, and the latency from key press to frame.
 
-A server (`rl-lab play RUN --web`) runs in a process of its own, as people start it; this process is the browser, without
-drawing. RUN is a Dreamer of about a million weights on 64×64 pictures of a MiniGrid room, trained for a moment unless one
-is given: the speed is that of a model trained for long. The agent plays as fast as the session allows (60 steps a second
-at most). For input to frame a key is pressed in the dream, and the clock stops when the frame with its effect is here.
+A server (`rl-lab play RUN --web`) runs in a separate process; this process acts as the browser, without
+drawing. RUN is by default a briefly trained Dreamer of about a million parameters on 64×64 images of a
+MiniGrid room: training time does not affect the speed. The agent plays as fast as the session allows (at most
+60 steps per second). For the latency a key is pressed in the dream, and the time stops when the frame with
+its effect arrives.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ WARM_UP = 1.0  # seconds
 
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
-    """Rows: frames/s to one page and to each of ten, input to frame in ms."""
+    """Return rows: frames/s to one page and to each of ten, latency in ms."""
     parser = argparse.ArgumentParser(prog="rl-lab bench play", description=__doc__)
-    parser.add_argument("--run", help="a run to play; default: a small one is trained first")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--keys", type=int, default=200, help="presses to time")
+    parser.add_argument("--run", help="run to play (default: a small one is trained first)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
+    parser.add_argument("--keys", type=int, default=200, help="number of key presses")
     parser.add_argument("--viewers", type=int, default=10)
     options = parser.parse_args(argv)
     busy = {
         "name": "play/load_average",
         "value": os.getloadavg()[0],
-        "unit": "processes that wanted a core before",
+        "unit": "runnable processes before the benchmark",
     }
     with tempfile.TemporaryDirectory() as folder, serving(options.run or train(Path(folder) / "run")) as port:
         return [busy, *asyncio.run(measure(port, options))]
 
 
 def train(folder: Path) -> str:
-    """A small run on pictures; a few updates are enough."""
+    """Train a small run on images; a few updates are enough."""
     import rl_lab
 
     words = [
@@ -71,7 +72,7 @@ def train(folder: Path) -> str:
 
 @contextlib.contextmanager
 def serving(run: str) -> Iterator[int]:
-    """A play server on the run; its port."""
+    """Start a play server on the run; yields its port."""
     command = [
         sys.executable,
         "-m",
@@ -102,7 +103,7 @@ def serving(run: str) -> Iterator[int]:
 
 
 class Page:
-    """A browser's side of the WebSocket."""
+    """The browser's side of the WebSocket."""
 
     def __init__(self, socket: Any) -> None:
         self.socket = socket
@@ -131,7 +132,7 @@ class Page:
             await self.receive()
 
     async def watch(self, seconds: float) -> float:
-        """Frames a second over a while."""
+        """Return the frames per second over `seconds`."""
         self.frames = self.bytes = 0
         begun = perf_counter()
         while perf_counter() - begun < seconds:
@@ -194,14 +195,14 @@ async def measure(port: int, options: argparse.Namespace) -> list[dict[str, Any]
 
 
 async def time_keys(page: Page, count: int) -> list[float]:
-    """Milliseconds from a key's pressing to the arrival of the frame that shows its effect."""
+    """Return the milliseconds from a key press to the frame that shows its effect."""
     await page.send("mode", "dream")
     await page.send("parts", False)
     await page.send("control", "human")
     await page.until(mode="dream", control="human")
     delays = []
     for number in range(count):
-        # One press at a time, at a person's pace: the next begins when this one has shown.
+        # One press at a time: the next starts after the effect of this one has arrived.
         await asyncio.sleep(0.03)
         begun = perf_counter()
         sent = await page.send("key_down", "ArrowUp" if number % 2 else "ArrowRight")

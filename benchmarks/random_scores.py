@@ -1,10 +1,11 @@
-"""What a random agent scores in Atari and Crafter, beside the published numbers.
+"""Scores of a random agent in Atari and Crafter, compared with the published values.
 
-Atari: Mnih et al. 2015, Extended Data Table 2, column "random play". Their Methods state the protocol, and it is taken
-for all games alike: 30 games of up to five minutes (18,000 frames), each begun with up to 30 no-ops; a random action
-every sixth frame (10 Hz), held in between; the game's own actions (their emulator's wrapper, google-deepmind/alewrap,
-offers ALE's minimal set); a game ends when it is over, not with a life; nothing sticky. They give no error for the
-random agent's mean, which is itself one of 30 games.
+Atari: Mnih et al. 2015, Extended Data Table 2, column "random play". The protocol of their Methods is used
+for all
+games: 30 games of up to five minutes (18,000 frames), each started with up to 30 no-ops; a random action
+every sixth frame (10 Hz), repeated in between; ALE's minimal action set (as in their wrapper,
+google-deepmind/alewrap); an episode ends with the game, not with a life; no sticky actions. They give no
+error for the random agent's mean, which is a mean of 30 games.
 
 Crafter: Hafner 2021, table 1: reward 2.1 ± 1.3 and score 1.6 % over a million steps.
 """
@@ -21,13 +22,13 @@ from rl_lab.environments.suites.crafter import crafter_score
 from rl_lab.errors import LabError
 
 PUBLISHED = {"pong": -20.7, "breakout": 1.7, "boxing": 0.1}
-ATARI = {"action_repeat": 6, "time_limit": 3000}  # frames of a decision; decisions of a game: 18,000 frames
+ATARI = {"action_repeat": 6, "time_limit": 3000}  # frames per decision; decisions per game: 18,000 frames
 CRAFTER = {"reward": 2.1, "score": 1.6}
 NUM_ENVS = 6
 
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
-    """One row a task: the mean, with its standard error, the published value and how many errors lie between."""
+    """Return one row per task: mean, standard error, published value, and difference in standard errors."""
     parser = argparse.ArgumentParser(prog="rl-lab bench random_scores", description=__doc__)
     parser.add_argument("--tasks", nargs="+", default=[*PUBLISHED, "crafter"])
     parser.add_argument("--episodes", type=int, default=30)
@@ -43,7 +44,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
 
 
 def measure(task: str, episodes: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of one task."""
+    """Return the rows of one task."""
     if task != "crafter":
         returns, _ = random_episodes(f"atari100k/{task}", episodes, seed, **ATARI)
         return [row(task, returns, PUBLISHED[task])]
@@ -79,7 +80,7 @@ def row(name: str, returns: np.ndarray, published: float) -> dict[str, Any]:
 def random_episodes(
     task: str, episodes: int, seed: int, workers: int = 2, **options: Any
 ) -> tuple[np.ndarray, list[dict[str, float]]]:
-    """(returns, logs) of some games. Each environment plays as many, or short games would count too often."""
+    """Return (returns, logs). Environments run equally many games, or short games would count too often."""
     quota = -(-episodes // NUM_ENVS)
     random = np.random.default_rng(seed)
     with make_env(task, NUM_ENVS, workers=workers, seed=seed, **options) as env:

@@ -1,13 +1,14 @@
-"""What drawing a batch from replay costs, beside one memcpy of the same bytes and beside TorchRL.
+"""Time of sampling a batch from replay, compared with one memcpy of the same bytes and with TorchRL.
 
 16 sequences of 65 steps of 64×64×3 uint8 images (with action, reward and flags) from 200,000 stored steps.
 
-How it is kept fair: two races, ours against the memcpy and ours against TorchRL. In each every contender is called once
-per round, in turn, so that each finds the caches as the others left them, and the medians over all rounds are compared.
-(After a call of TorchRL's ours takes longer, with caches full of other things: `sample_after_torchrl_ms`.) The memcpy reads another block of the stored images
-each time (the blocks together are as large as the replay, far beyond any cache) and, like sampling, writes to one
-fixed place. Sampling includes the draw and every column, not only images. TorchRL allocates its result, as it does
-in use. On CUDA the rows are on the device, times are taken with CUDA events, and the memcpy is the device's own.
+There are two comparisons: with the memcpy and with TorchRL. In each, all contenders are called once per
+round, in turn, so that each finds the caches as the others left them, and the medians over all rounds are
+compared. (After a call of TorchRL sampling takes longer, because the caches hold other data:
+`sample_after_torchrl_ms`.) The memcpy reads another block of the stored images each time (the blocks together
+are as large as the replay, far larger than any cache) and, like sampling, writes to one fixed block. Sampling
+includes drawing the indices and every column, not only images. TorchRL allocates its result, as in normal
+use. On CUDA the rows are on the device, times are measured with CUDA events, and the memcpy is on the device.
 
     rl-lab bench replay [--steps 200000] [--rounds 100] [--device auto] [--no-torchrl] [--json FILE]
 """
@@ -35,8 +36,8 @@ Row = dict[str, Any]
 
 
 def run(argv: list[str]) -> list[Row]:
-    """Rows of name, value, unit."""
-    parser = argparse.ArgumentParser(prog="rl-lab bench replay", description="what drawing a batch costs")
+    """Return rows of name, value, unit."""
+    parser = argparse.ArgumentParser(prog="rl-lab bench replay", description="time of sampling a batch")
     parser.add_argument("--steps", type=int, default=200_000)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--device", default="auto")
@@ -76,7 +77,7 @@ def run(argv: list[str]) -> list[Row]:
 
 
 def filled_buffer(steps: int, image: tuple[int, ...], device: torch.device) -> ReplayBuffer:
-    """A full buffer: noise as images, episodes of 500 rows."""
+    """Return a full buffer: noise as images, episodes of 500 rows."""
     spec = Spec("bench", {"image": ArraySpec(image, "uint8")}, ActionSpec("discrete", (), choices=(17,)))
     buffer = ReplayBuffer(
         spec.row_columns(), capacity=steps, num_streams=STREAMS, device=device, storage="device"
@@ -101,21 +102,21 @@ def filled_buffer(steps: int, image: tuple[int, ...], device: torch.device) -> R
 
 
 def memcpy(stored: torch.Tensor, size: int) -> Callable[[int], Any]:
-    """Copy the bytes of a batch from ever other places of the stored images to one place."""
+    """Copy the bytes of a batch from changing blocks of the stored images to one fixed block."""
     blocks = stored.view(-1)[: stored.numel() // size * size].view(-1, size)
     target = torch.empty_like(blocks[0])
     return lambda turn: target.copy_(blocks[turn * 37 % len(blocks)])
 
 
 def memcpy_from_pinned(size: int, device: torch.device) -> Callable[[int], Any]:
-    """What a batch would cost if it had to come from the host."""
+    """Time of a batch that is transferred from the host."""
     source = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(size, dtype=torch.uint8, device=device)
     return lambda turn: target.copy_(source, non_blocking=True)
 
 
 def torchrl_samplers(rows: Mapping[str, torch.Tensor], spec: BatchSpec) -> dict[str, Callable[[int], Any]]:
-    """TorchRL's slices of the same rows, drawn inside episodes, with and without cached episode borders."""
+    """TorchRL's slices of the same rows, within episodes, with and without cached episode boundaries."""
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
@@ -132,7 +133,7 @@ def torchrl_samplers(rows: Mapping[str, torch.Tensor], spec: BatchSpec) -> dict[
     for stream in range(streams):
         row = {name.removeprefix("obs/"): value[stream] for name, value in rows.items()}
         done = row["terminated"] | row["truncated"]
-        done[-1] = True  # the next row of their flat storage is another environment's
+        done[-1] = True  # the next row of their flat storage belongs to another environment
         plain.extend(TensorDict({**row, "done": done[:, None]}, batch_size=[held]))
     return {
         "replay/torchrl_slice_ms": lambda _: plain.sample(),
@@ -143,7 +144,7 @@ def torchrl_samplers(rows: Mapping[str, torch.Tensor], spec: BatchSpec) -> dict[
 def race(
     contenders: Mapping[str, Callable[[int], Any]], rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Median milliseconds of each, called in turn."""
+    """Return the median milliseconds of each contender, called in turn."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 3):
         for name, call in contenders.items():

@@ -1,12 +1,12 @@
-"""A run that is not left alone: a fault every 20 s for half an hour, and nothing lost but what was announced.
+"""Fault injection: a fault every 20 s for half an hour; only rows that were reported as lost may be missing.
 
-The trainer is a process of its own on `dummy/count`, whose rows are known beforehand (observation and reward of step k
-are k), and its replay holds every row of the run. So at the end the rows themselves can be counted against the
-counters. The faults take turns, in an order drawn from the seed:
+The trainer runs in a separate process on `dummy/count`, whose rows are known (observation and reward of step
+k are k), and its replay holds every row of the run, so that at the end the rows can be compared with the
+counters. The faults alternate in a random order given by the seed:
 
     worker_kill     SIGKILL to an environment worker
     worker_hang     SIGSTOP to an environment worker
-    disk_full       every write to a file beyond a few bytes fails (RLIMIT_FSIZE, set from outside), until a save has
+    disk_full       every write beyond a few bytes fails (RLIMIT_FSIZE, set externally), until a save fails
     truncated       kill -9 to the trainer; the newest checkpoint loses its second half; resume
     flipped         kill -9 to the trainer; one bit of a replay file changes; resume
     flipped_live    one bit of a replay file changes while the trainer runs
@@ -51,21 +51,21 @@ WORDS = (
     *("buffers.replay.capacity=2000000", "+buffers.replay.chunk_rows=16"),
 )
 FAULTS = ("worker_kill", "worker_hang", "disk_full", "truncated", "flipped", "flipped_live", "sigterm")
-# What the trainer must say of each fault, for it to count as announced.
-ANNOUNCED = {
+# Pattern of the trainer's message about each fault, which is required.
+REPORTED = {
     "worker_kill": r"worker of environments .* was killed by SIGKILL: .*new seed",
-    "worker_hang": r"worker of environments .* gave no answer for .*new seed",
-    "disk_full": r"checkpoint not saved, training goes on",
+    "worker_hang": r"worker of environments .* did not answer for .*new seed",
+    "disk_full": r"checkpoint not saved, training continues",
     "truncated": r"CHECKPOINT DAMAGED",
     "flipped": r"CHECKPOINT DAMAGED|REPLAY DAMAGED",
-    "flipped_live": r"changed since written: written again",
-    "sigterm": r"stopped and saved; go on with",
+    "flipped_live": r"changed after writing: written again",
+    "sigterm": r"stopped and saved; continue with",
 }
-PATIENCE_S = 120.0  # for a trainer to start, or to say something; the machine may be busy
+TIMEOUT_S = 120.0  # for a trainer to start or to print a message; the machine may be busy
 
 
 class Trainer:
-    """The run: started, watched, hurt and started again."""
+    """The training process: start, stop, output and workers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +93,7 @@ class Trainer:
         return self.process.pid
 
     def workers(self) -> list[psutil.Process]:
-        """Environment workers: what the fork server, a child of the trainer, has forked."""
+        """Return the environment workers: the children of the trainer's fork server."""
         try:
             helpers = psutil.Process(self.pid).children()
             found = [worker for helper in helpers for worker in helper.children()]
@@ -107,23 +107,23 @@ class Trainer:
         return sorted((self.folder / "checkpoints").glob("step_*.json"))
 
     def step(self) -> int:
-        """Of the newest checkpoint."""
+        """Return the step of the newest checkpoint."""
         names = self.manifests()
         return int(names[-1].stem.removeprefix("step_")) if names else 0
 
     def wait_for(self, ready: Callable[[], Any], what: str) -> Any:
-        """Until `ready()`; an error when the trainer ends instead, or nothing happens for long."""
-        deadline = time.monotonic() + PATIENCE_S
+        """Wait until `ready()`; RuntimeError if the trainer ends or after a timeout."""
+        deadline = time.monotonic() + TIMEOUT_S
         while not (result := ready()):
             if self.process is None or self.process.poll() is not None:
                 raise RuntimeError(f"the trainer ended while waiting for {what}: {self.lines[-5:]}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no {what} within {PATIENCE_S:g} s: {self.lines[-5:]}")
+                raise RuntimeError(f"no {what} within {TIMEOUT_S:g} s: {self.lines[-5:]}")
             time.sleep(0.05)
         return result
 
-    def wait_until_at_work(self) -> None:
-        """It has saved since it was started, and its workers are there."""
+    def wait_until_running(self) -> None:
+        """Wait until it has saved a checkpoint and all workers are running."""
         began = self.step()
         self.wait_for(
             lambda: self.step() > began and len(self.workers()) == WORKERS, "progress after a start"
@@ -133,10 +133,10 @@ class Trainer:
         self.workers()
         assert self.process is not None
         self.process.send_signal(number)
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(TIMEOUT_S)
 
     def orphans(self) -> list[int]:
-        """Processes that outlived their trainer; they are given a while, then ended."""
+        """Return processes that outlived their trainer; they are killed after ten seconds."""
         left = []
         for pid, born in self.known.items():
             try:
@@ -152,7 +152,7 @@ class Trainer:
         return left
 
 
-# ---------------------------------------------------------------- faults: each returns what it was done to
+# --- Faults: each returns its target ---
 
 
 def worker_kill(trainer: Trainer, rng: random.Random) -> str:
@@ -172,7 +172,7 @@ def disk_full(trainer: Trainer, rng: random.Random) -> str:
     limit = rng.choice((0, 4096, 20_000))
     process.rlimit(psutil.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
-        trainer.wait_for(lambda: said(trainer, ANNOUNCED["disk_full"], before), "failed save")
+        trainer.wait_for(lambda: find_line(trainer, REPORTED["disk_full"], before), "failed save")
     finally:
         process.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return f"files of at most {limit} bytes"
@@ -193,7 +193,7 @@ def flipped(trainer: Trainer, rng: random.Random) -> str:
 
 
 def flipped_live(trainer: Trainer, rng: random.Random) -> str:
-    # Whole chunks: every checkpoint from now on names them, so the next save must notice.
+    # Complete chunks: every later checkpoint contains them, so the next save must detect the change.
     names = sorted(json.loads(trainer.manifests()[-1].read_text())["buffers"]["replay"]["files"])
     chunks = [name for name in names if name.startswith("chunk-")]
     return flip(trainer.folder / "checkpoints" / "replay" / "replay" / rng.choice(chunks), rng)
@@ -216,21 +216,21 @@ def sigterm(trainer: Trainer, rng: random.Random) -> str:
     return "trainer"
 
 
-def said(trainer: Trainer, pattern: str, since: int) -> str:
+def find_line(trainer: Trainer, pattern: str, since: int) -> str:
     return next((line for line in trainer.lines[since:] if re.search(pattern, line)), "")
 
 
-# ---------------------------------------------------------------- the soak
+# --- Run ---
 
 
 def soak(folder: Path, minutes: float, every: float, seed: int) -> tuple[list[dict[str, Any]], Trainer]:
-    """Inject faults until the time is over; returns what was done, and the trainer, stopped and saved."""
+    """Inject faults until the time is over; returns the faults and the stopped trainer."""
     rng, trainer = random.Random(seed), Trainer(folder)
     events: list[dict[str, Any]] = []
     turns: list[str] = []
     trainer.start()
     try:
-        trainer.wait_until_at_work()
+        trainer.wait_until_running()
         begin = time.monotonic()
         due = begin + every
         while due < begin + 60 * minutes:
@@ -239,7 +239,11 @@ def soak(folder: Path, minutes: float, every: float, seed: int) -> tuple[list[di
             events.append({"seconds": round(time.monotonic() - begin, 1), "fault": turns.pop()})
             try:
                 inject(trainer, events[-1], rng)
-            except (RuntimeError, OSError, psutil.Error) as error:  # kept as a violation; the soak goes on
+            except (
+                RuntimeError,
+                OSError,
+                psutil.Error,
+            ) as error:  # recorded as a violation; the run continues
                 events[-1]["violation"] = f"{type(error).__name__}: {error}".replace(str(folder), "RUN")
                 if trainer.process is None or trainer.process.poll() is not None:
                     trainer.start()
@@ -254,32 +258,32 @@ def soak(folder: Path, minutes: float, every: float, seed: int) -> tuple[list[di
 
 
 def inject(trainer: Trainer, event: dict[str, Any], rng: random.Random) -> None:
-    """One fault, from before it to after the run has saved again; fills in what happened."""
+    """Inject one fault and wait until the run has saved again; adds the outcome to `event`."""
     name, since = event["fault"], len(trainer.lines)
     event["step"] = trainer.step()
     event["target"] = globals()[name](trainer, rng)
     if trainer.process is not None and trainer.process.poll() is not None:
         event["orphans"] = len(trainer.orphans())
         trainer.start()
-    words = trainer.wait_for(lambda: said(trainer, ANNOUNCED[name], since), f"word of {name}")
+    words = trainer.wait_for(lambda: find_line(trainer, REPORTED[name], since), f"message about {name}")
     event["announced"] = words.replace(str(trainer.folder), "RUN")
-    trainer.wait_until_at_work()
+    trainer.wait_until_running()
     event["lost_rows"] = lost_rows(trainer.lines[since:])
 
 
 def lost_rows(lines: list[str]) -> int:
-    """Rows that a resume said it had to do without."""
+    """Return the number of rows that a resume reported as lost."""
     texts = [line for line in lines if "REPLAY DAMAGED" in line]
     return sum(
         int(count.replace(",", "")) for text in texts for count in re.findall(r"\(([\d,]+) rows\)", text)
     )
 
 
-# ---------------------------------------------------------------- the audit
+# --- Audit ---
 
 
 def audit(folder: Path, events: list[dict[str, Any]]) -> tuple[dict[str, float], list[str]]:
-    """Figures of the finished run, and everything that is not as it should be."""
+    """Return figures of the finished run and a list of violations."""
     import numpy as np
     import torch
 
@@ -304,12 +308,13 @@ def audit(folder: Path, events: list[dict[str, Any]]) -> tuple[dict[str, float],
     lost = sum(event.get("lost_rows", 0) for event in events)
     wrong += [f"{event['fault']}: {event['violation']}" for event in events if "violation" in event]
 
-    # A step's row shows its number, a reset's shows 0; an episode that a fault cut short repeats its last row.
+    # The row of a step has its number, that of a reset 0; an episode truncated by a fault repeats its last
+    # row.
     steps = int(((count > 0) | cut).sum())
     missing = int(totals["env_steps"]) - steps
     if not 0 <= missing <= lost:
         wrong.append(
-            f"{totals['env_steps']} steps were counted and {steps} are stored; {lost} rows were announced as lost"
+            f"{totals['env_steps']} steps were counted and {steps} are stored; {lost} rows were reported as lost"
         )
     ends = int(totals["episodes"]) - int(ended.sum())
     if not 0 <= ends <= lost:
@@ -319,13 +324,13 @@ def audit(folder: Path, events: list[dict[str, Any]]) -> tuple[dict[str, float],
     begins = rows["is_first"][:, 1:] & (ended[:, :-1] | (lost > 0))
     broken = ~(follows | repeats | begins)
     if broken.any():
-        wrong.append(f"{int(broken.sum())} rows do not follow from the row before them")
+        wrong.append(f"{int(broken.sum())} rows do not follow from the previous row")
     if not np.array_equal(rows["reward"], np.where(cut, 0.0, count)):
-        wrong.append("rewards are not those of their rows")
+        wrong.append("rewards do not match their rows")
     restarts = int(sum(loaded.state["collector"]["environment"]["restarts"].values()))
     cuts = int(cut.sum())
     if cuts > restarts * (ENVS // WORKERS):
-        wrong.append(f"{cuts} episodes were cut short by {restarts} restarts")
+        wrong.append(f"{cuts} episodes were truncated by {restarts} restarts")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     numbers = [line["step"] for line in lines]
     if numbers != sorted(numbers):
@@ -343,11 +348,11 @@ def audit(folder: Path, events: list[dict[str, Any]]) -> tuple[dict[str, float],
 
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
-    """Rows: faults, starts, steps, restarts, what was lost; `soak/violations` must be 0."""
+    """Return rows: faults, starts, steps, restarts, lost rows; `soak/violations` must be 0."""
     parser = argparse.ArgumentParser(prog="rl-lab bench soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between faults")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults' order and targets")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order and targets of faults")
     parser.add_argument("--plot", type=Path, help="where to write a PNG")
     parser.add_argument("--folder", type=Path, help="keep the run here")
     options = parser.parse_args(argv)
@@ -388,7 +393,7 @@ def plot(events: list[dict[str, Any]], file: Path) -> None:
         chosen = [(m, event.get("step", 0)) for m, event in zip(minutes, events) if event["fault"] == kind]
         if chosen:
             axis.scatter(*zip(*chosen), s=18, label=kind)
-    axis.set(xlabel="minutes", ylabel="steps saved", title="One run, and what was done to it")
+    axis.set(xlabel="minutes", ylabel="steps saved", title="Faults during one run")
     axis.legend(fontsize=7, ncol=2)
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)

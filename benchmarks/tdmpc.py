@@ -1,13 +1,13 @@
-"""What one TD-MPC2 update and one plan cost: 223 observations, 38 actions (dog), batch 256, horizon 3.
+"""Time of one TD-MPC2 update and one plan: 223 observations, 38 actions (dog), batch 256, horizon 3.
 
     rl-lab bench tdmpc --size 5m
 
-Each size is built as training builds it (config, parts, optimizers, replay, hook runner with capture); the rows are random.
-A plan is acting as training does it (ActRunner): observations sent, the plan replayed with fresh random numbers, actions
-fetched. Times are medians of single calls, each waited for. `first_step_s` is from the start of the process to the
-first update and the first plan for one environment that are replayed from their graphs. `parity` compares captured
-with eager calls of a float32 copy: the largest relative difference of a loss over eight updates, and the largest
-difference of an action.
+Each size is built as in training (config, parts, optimizers, replay, hook runner with capture); the rows are
+random. A plan is acting as in training (ActRunner): transfer of observations, graph replay with new random
+numbers, transfer of actions. Times are medians of single calls with a synchronization after each.
+`first_step_s` is from the process start to the first update and the first plan for one environment that are
+replayed from their graphs. `parity` compares captured with eager calls of a float32 copy: the largest
+relative difference of a loss over eight updates, and the largest difference of an action.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import torch
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.build import assemble_workflow, build_buffers
 from rl_lab.config.compose import compose_config, resolve_config
-from rl_lab.launch.runtime import resolve_device
+from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.collector import EAGER_CALLS, ActRunner
 from rl_lab.orchestration.diagnostics import print_kernels
 from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
-from rl_lab.utils.tensor_float import asks_for_tensor_float
 
 ROWS = 2000
 EPISODE = 500
@@ -39,20 +38,20 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(
         prog="rl-lab bench tdmpc", description="time of one TD-MPC2 update and plan"
     )
-    parser.add_argument("--size", default="5m", help="one or several of the sizes, by commas")
+    parser.add_argument("--size", default="5m", help="one or several sizes, separated by commas")
     parser.add_argument("--observations", type=int, default=223)
     parser.add_argument("--actions", type=int, default=38)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--horizon", type=int, default=3)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--envs", default="1,16", help="numbers of environments to plan for")
-    parser.add_argument("--updates", type=int, default=50, help="timed calls of each")
+    parser.add_argument("--updates", type=int, default=50, help="timed calls per measurement")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--plain", action="store_true", help="without fused kernels (training.fast_path=off)")
     parser.add_argument("--eager", action="store_true", help="without capture")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update and one plan")
-    parser.add_argument("--no-parity", action="store_true", help="leave out the comparison with eager calls")
+    parser.add_argument("--no-parity", action="store_true", help="skip the comparison with eager calls")
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     for number, size in enumerate(options.size.split(",")):
@@ -61,7 +60,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
 
 
 def measure(size: str, options: argparse.Namespace, *, first: bool) -> list[dict[str, Any]]:
-    """Build one size, time its updates and its plans."""
+    """Build one size and time its updates and its plans."""
     device = resolve_device(options.device)
     name = f"tdmpc2/{size}"
     case = Case(size, options, device, capture=not options.eager)
@@ -91,7 +90,7 @@ def measure(size: str, options: argparse.Namespace, *, first: bool) -> list[dict
 
 
 class Case:
-    """One workflow with filled replay, its update behind a hook runner."""
+    """One workflow with filled replay whose update runs through a hook runner."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class Case:
         self.parameters = self.workflow.context.count_parameters()
 
     def updates(self, count: int) -> list[float]:
-        """Milliseconds of each of `count` updates."""
+        """Return the milliseconds of each of `count` updates."""
         times = []
         for _ in range(count):
             begin = time.perf_counter()
@@ -146,7 +145,7 @@ class Case:
 
 
 class PlanRunner:
-    """Acting for n environments as training does it: observations sent, the plan replayed, actions fetched."""
+    """Acting for n environments as in training: send observations, replay the graph, fetch actions."""
 
     def __init__(self, case: Case, n: int, *, capture: bool) -> None:
         self.n = n
@@ -159,10 +158,10 @@ class PlanRunner:
 
     def call(self) -> np.ndarray:
         action, self.state, _, _ = self.runner(self.obs, self.state, self.first, self.mode)
-        return action  # the runner has waited for the device
+        return action  # the runner has synchronized with the device
 
     def calls(self, count: int) -> list[float]:
-        """Milliseconds of each of `count` plans."""
+        """Return the milliseconds of each of `count` plans."""
         times = []
         for _ in range(count):
             begin = time.perf_counter()
@@ -172,7 +171,7 @@ class PlanRunner:
 
 
 def parity(name: str, size: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Eight updates and eight plans, captured and eager, from the same start with the same random numbers."""
+    """Compare eight updates and plans, captured and eager, from the same state and random numbers."""
     losses, actions = [], []
     for capture in (True, False):
         case = Case(size, options, device, capture=capture, exact=True)
@@ -192,7 +191,7 @@ def parity(name: str, size: str, options: argparse.Namespace, device: torch.devi
 
 
 def fill(buffer: Any) -> None:
-    """Random rows; an episode begins every 500."""
+    """Random rows; an episode starts every 500 rows."""
     generator = torch.Generator().manual_seed(0)
     rows: dict[str, Any] = {}
     for name, spec in buffer.columns.items():

@@ -1,4 +1,4 @@
-"""`python -m rl_lab …`: the same as the command `rl-lab`."""
+"""`python -m rl_lab …` is the same as the command `rl-lab`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A trained agent, loaded to act: no environment, buffer or optimizer is built."""
+"""A trained agent for inference: no environment, buffer or optimizer is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rl_lab.workflows.controllers import ControllerManager
 
 
 class Agent:
-    """Acts in any number of environments; its memory follows `is_first`."""
+    """Acts in any number of environments; its policy state is reset where `is_first` is True."""
 
     def __init__(
         self,
@@ -42,28 +42,31 @@ class Agent:
         self.spec = spec
         self.device = device
         self.config = config
-        self.step = step  # agent decisions that it was trained for
-        self.checkpoint = checkpoint  # the file its weights came from
-        self.normalizer = normalizer  # with the run's observation statistics, where it was trained so
+        self.step = step  # agent decisions in training
+        self.checkpoint = checkpoint  # file of its weights
+        self.normalizer = (
+            normalizer  # with the observation statistics of the run, if it normalizes observations
+        )
         self._state: dict[str, torch.Tensor] | None = None
         self._generator = torch.Generator(device).manual_seed(0)
 
     def reset(self, seed: int = 0) -> None:
-        """Forget the episode and start the sampling noise anew."""
+        """Reset the policy state and the sampling generator."""
         self._state = None
         self._generator.manual_seed(seed)
 
     def load(self, path: Path | str, device: torch.device | str | None = None, **choices: bool) -> list[str]:
-        """Take weights of another run or checkpoint file, of the same parts; returns which, as "components.encoder".
+        """Load weights of another run or checkpoint file; return the loaded parts, as "components.encoder".
 
         agent.load("runs/other/checkpoints/epoch_12.pt", load_tokenizer=True, load_actor_critic=False)
 
-        choices: load_<part>; True asks for it, False leaves it as it is, and one not named is taken if it is there.
-        device: only to say that the agent is there; `load_agent` makes one on another.
+        choices: load_<part>; True requires it, False skips it, and a part not named is loaded if the file has
+        it.
+        device: must be the agent's own device; `load_agent` creates an agent on another one.
         """
         if device is not None and resolve_device(str(device)) != self.device:
             raise LabError(
-                f"this agent is on {self.device}: load_agent(run, device='{device}') makes one there"
+                f"device='{device}' differs from the agent's {self.device}: use load_agent(run, device='{device}')"
             )
         loaded = CheckpointManager.load_file(path, weights=True)
         parts = {
@@ -73,11 +76,11 @@ class Agent:
         known = {f"load_{name}": name for modules in parts.values() for name in modules}
         for key in choices:
             if key not in known:
-                raise LabError(f"this agent has no part for '{key}'.{closest(key, known)}")
+                raise LabError(f"{key} is unknown: the agent has no such part.{closest(key, known)}")
         wanted = {known[key]: choice for key, choice in choices.items()}
         spec = {
-            room: [name for name in modules if wanted.get(name, name in loaded.state.get(room, {}))]
-            for room, modules in parts.items()
+            kind: [name for name in modules if wanted.get(name, name in loaded.state.get(kind, {}))]
+            for kind, modules in parts.items()
         }
         taken = partial_load(loaded.state, spec, parts["components"], parts["controllers"])
         self.workflow.weights_loaded()
@@ -86,11 +89,11 @@ class Agent:
 
     @torch.no_grad()
     def act(self, obs: Any, is_first: Any = None, *, sample: bool = False) -> Any:
-        """The action for one observation, or (N, …) actions for (N, …) observations.
+        """Return the action for one observation, or (N, …) actions for (N, …) observations.
 
-        obs: an array when there is one observation key, else a dict; as the environment gives it, even where the run
-        normalized observations. Memory is kept between calls; `reset()`,
-        or `is_first` (bool or (N,)), begins a new episode.
+        obs: an array if there is one observation key, else a dict; unnormalized, as the environment returns
+        it. The policy state is kept between calls; `reset()` or `is_first` (bool or (N,)) starts a new
+        episode.
         """
         arrays = self._as_dict(obs)
         single = self._is_single(arrays)
@@ -115,15 +118,11 @@ class Agent:
     def _as_dict(self, obs: Any) -> dict[str, np.ndarray]:
         if not isinstance(obs, Mapping):
             if len(self.spec.observations) != 1:
-                raise LabError(
-                    f"this agent needs a dict of observations: {', '.join(self.spec.observations)}"
-                )
+                raise LabError(f"obs must be a dict with the keys {', '.join(self.spec.observations)}")
             obs = {next(iter(self.spec.observations)): obs}
         missing = [key for key in self.spec.observations if key not in obs]
         if missing:
-            raise LabError(
-                f"the observation lacks {missing}; the agent was trained with {list(self.spec.observations)}"
-            )
+            raise LabError(f"obs has no {missing}: the agent was trained with {list(self.spec.observations)}")
         return {key: np.asarray(obs[key], dtype=spec.dtype) for key, spec in self.spec.observations.items()}
 
     def _is_single(self, arrays: Mapping[str, np.ndarray]) -> bool:
@@ -133,16 +132,16 @@ class Agent:
                 return True
             if value.shape[1:] != shape:
                 raise LabError(
-                    f"'{OBS_PREFIX}{key}' has shape {value.shape}; the agent was trained with {shape} "
+                    f"'{OBS_PREFIX}{key}' has shape {value.shape}, but must have {shape} "
                     f"(or (N, {', '.join(map(str, shape))}) for N environments)"
                 )
         return False
 
 
 def load_agent(run: Path | str | None = None, *, checkpoint: str = "last", device: str = "auto") -> Agent:
-    """The agent of a run: its folder, or a checkpoint file in it; None takes the newest run in ./outputs.
+    """Load the agent of a run: its folder, or a checkpoint file in it; None: the newest run in ./outputs.
 
-    checkpoint: "last" (or "latest"), "best", a step's number, a file name under checkpoints/, or a path.
+    checkpoint: "last" (or "latest"), "best", a step number, a file name under checkpoints/, or a path.
     """
     folder = find_run(run, output_root(None))
     path = Path(run) if run is not None and str(run).endswith(".pt") else checkpoint_path(folder, checkpoint)
@@ -162,9 +161,9 @@ def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto") -> Age
         return _assemble(config, spec, where, loaded)
     except LabError:
         raise
-    except Exception as error:  # a state or a config that is whole, and of something else
+    except Exception as error:  # an intact state or config that belongs to something else
         raise CheckpointError(
-            f"{loaded.path} and {folder.config_file} do not make an agent: {unexpected(error)}"
+            f"{loaded.path} does not fit {folder.config_file}, so no agent was loaded: {unexpected(error)}"
         ) from error
 
 
@@ -186,22 +185,24 @@ def _networks(components: WorldModelComponents) -> dict[str, torch.nn.Module]:
 
 
 def _normalizer(config: Any, spec: Spec, statistics: Any) -> ObservationNormalizer | None:
-    """The run's, with its statistics as they were; None where it used none."""
+    """Return the observation normalizer of the run with its saved statistics; None if it has none."""
     environment = config.environment
     wanted = bool(environment.get("normalize_observations", False))
     if wanted and statistics is None:
-        raise CheckpointError("the run normalizes observations, but the checkpoint has no statistics of them")
+        raise CheckpointError(
+            "environment.normalize_observations is true, but the checkpoint has no observation statistics"
+        )
     return make_normalizer(spec, wanted, environment.get("normalize_clip", 10.0), statistics)
 
 
 def checkpoint_path(folder: RunFolder, name: str) -> Path:
-    """The checkpoint of a run that a person means by `name`: last, latest, best, 20000, step_000020000, or a path."""
+    """Return the checkpoint file for a name: last, latest, best, 20000, step_000020000, or a path."""
     if name in ("last", "latest"):
-        return folder.checkpoints  # the newest that is whole
+        return folder.checkpoints  # the newest intact one
     stem = f"step_{int(name):09d}" if name.isdigit() else name.removesuffix(".pt")
     path = folder.checkpoints / f"{stem}.pt"
     elsewhere = Path(name).expanduser()
-    if path.is_file() or path.with_suffix(".json").is_file():  # a manifest may name another file
+    if path.is_file() or path.with_suffix(".json").is_file():  # a manifest may refer to another file
         return path
     if elsewhere.suffix == ".pt" and elsewhere.is_file():
         return elsewhere

@@ -1,6 +1,6 @@
-"""All wiring: a resolved config becomes environments, parts, buffers, a workflow and an Orchestrator.
+"""Builds a run from a resolved config: environments, parts, buffers, the workflow and the Orchestrator.
 
-The one file that may know everything. Whatever is wrong with a config is said here, before the first step.
+This module may import every package. Errors in a config are raised here, before the first step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_lab.config.compose import to_plain
 from rl_lab.environments.make import env_config_options, make_env, probe_spec
 from rl_lab.environments.vector import VectorEnv
 from rl_lab.errors import ConfigError, LabError, closest, reject_unknown, unexpected
-from rl_lab.launch.runtime import resolve_device
+from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.orchestration.evolution import Generations
@@ -34,107 +34,9 @@ from rl_lab.records import Hook, Spec
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.metrics import Stopwatch
 from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
-from rl_lab.utils.tensor_float import asks_for_tensor_float
 from rl_lab.workflows.base import WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
 from rl_lab.workflows.controllers import ControllerManager
-
-# --------------------
-# The environments of a run: those trained in, those evaluated in, those of a population.
-
-
-def environment_spec(config: DictConfig) -> Spec:
-    """Shapes of the config's environment, from one that is made and closed; evaluation must offer the same."""
-    environment = to_plain(config.environment) if "environment" in config else None
-    if not isinstance(environment, dict):
-        raise ConfigError("the config has no environment: choose one, for example environment=cartpole")
-    missing = [f"environment.{key}" for key, value in environment.items() if value == "???"]
-    if missing:
-        raise ConfigError(f"the config needs a value for {', '.join(missing)}")
-    if not isinstance(environment.get("eval") or {}, dict):
-        raise ConfigError(f"environment.eval must be a group of keys, not {environment['eval']!r}")
-    specs = [_probe(env_config_options(environment, evaluation=evaluation)) for evaluation in (False, True)]
-    shapes = [(spec.observations, spec.action) for spec in specs]
-    if shapes[0] != shapes[1]:
-        raise ConfigError(
-            "environment.eval makes an environment of another shape than the one trained in: "
-            f"{specs[1].to_dict()} instead of {specs[0].to_dict()}"
-        )
-    return specs[0]
-
-
-def _probe(options: dict[str, Any]) -> Spec:
-    try:
-        return probe_spec(**options)
-    except LabError:
-        raise
-    except Exception as error:  # whatever an environment's own constructor does with its options
-        raise ConfigError(
-            f"the environment {options['task']!r} cannot be made: {unexpected(error)}"
-        ) from error
-
-
-def training_environment(
-    config: DictConfig, spec: Spec, *, copy: bool, logger: Any, say: Callable[[str], None]
-) -> VectorEnv:
-    """What the run trains in; it must be what the run was made for."""
-    options = env_config_options(to_plain(config.environment))
-    seed = derive_seed(int(config.experiment.seed), "train")
-    environment = make_env(**options, **_films(config, logger), seed=seed, copy=copy)
-    environment.listen(say)
-    if environment.spec.row_columns() != spec.row_columns():
-        environment.close()
-        raise ConfigError(
-            f"{spec.name} offers other observations or actions than the run was made with: "
-            f"{environment.spec.to_dict()} instead of {spec.to_dict()}"
-        )
-    return environment
-
-
-def _films(config: DictConfig, logger: Any) -> dict[str, Any]:
-    """Options of make_env for videos of training episodes, where the config asks for them."""
-    every, run_dir = config.environment.get("video_every"), getattr(logger, "run_dir", None)
-    if not every or run_dir is None:
-        return {}
-    return {"video_every": every, "video_folder": run_dir / "media" / "episodes" / "train"}
-
-
-def population_environment(
-    config: DictConfig, training: VectorEnv, say: Callable[[str], None], num_envs: int | None = None
-) -> VectorEnv:
-    """Environments for candidates of evolution; what they see counts for the run's observation statistics."""
-    options = env_config_options(to_plain(config.environment))
-    options |= {"seed": derive_seed(int(config.experiment.seed), "population"), "copy": False}
-    environment = make_env(**options | ({} if num_envs is None else {"num_envs": num_envs}))
-    environment.listen(say, trusted=True)
-    environment.normalizer = training.normalizer
-    return environment
-
-
-def build_evaluator(
-    config: DictConfig,
-    device: torch.device,
-    *,
-    normalizer: Any = None,  # of training: each evaluation sees with its statistics of that moment
-    say: Callable[[str], None] = print,
-    **changes: Any,
-) -> Evaluator:
-    """Evaluation with `environment.eval.*` settings; `changes` are further make_env options."""
-    options = {**env_config_options(to_plain(config.environment), evaluation=True), **changes}
-    options["normalize_observations"] = normalizer is not None
-    if config.environment.get("normalize_observations") and normalizer is None:
-        raise ConfigError(
-            "this run normalizes observations: evaluation needs its statistics, normalizer=agent.normalizer"
-        )
-
-    def make(seed: int, render: bool) -> Any:
-        statistics = None if normalizer is None else normalizer.get_state()
-        fixed = {"seed": seed, "render": render, "copy": False, "observation_statistics": statistics}
-        environment = make_env(**{**options, **fixed})
-        environment.listen(say, trusted=True)
-        return environment
-
-    return Evaluator(make, device=device, seed=int(config.experiment.seed))
 
 
 @dataclass
@@ -151,162 +53,8 @@ class Run:
         if self.context.train_environment is not None:
             self.context.train_environment.close()
         for buffer in self.context.buffers.values():
-            if hasattr(buffer, "close"):  # it keeps files open
+            if hasattr(buffer, "close"):  # it has open files
                 buffer.close()
-
-
-# ---------------------------------------------------------------- parts
-
-
-def instantiate(path: str, node: Any, **extra: Any) -> Any:
-    """Make the object a config node describes; `extra` keywords are passed where its constructor takes them."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import get_object
-    from hydra.utils import instantiate as hydra_instantiate
-
-    target = node.get("_target_") if hasattr(node, "get") else None
-    if not target:
-        raise ConfigError(f"{path} has no _target_: it must name the class to build")
-    try:
-        constructor = get_object(target)
-    except Exception as error:
-        raise ConfigError(f"{path}: cannot import '{target}': {_reason(error)}") from error
-    accepted = inspect.signature(constructor).parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    given = {key: value for key, value in extra.items() if key in accepted or open_ended}
-    unknown = [k for k in node if not str(k).startswith("_") and k not in accepted and not open_ended]
-    if unknown:
-        raise ConfigError(f"{path}: {target} takes no '{unknown[0]}'.{closest(str(unknown[0]), accepted)}")
-    try:
-        # Partial first: Hydra would turn the records among `extra` into plain dicts.
-        make = hydra_instantiate(node, _convert_="all", _partial_=True)
-        return functools.partial(make, **given) if node.get("_partial_") else make(**given)
-    except LabError:
-        raise
-    except Exception as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-        raise ConfigError(f"{path}: {target} could not be built: {_reason(cause)}") from error
-
-
-def build_parts(
-    config: DictConfig, spec: Spec, device: torch.device
-) -> tuple[WorldModelComponents, ControllerManager]:
-    """Components and controllers on the device, initialised from the run's seed."""
-    seed_everything(derive_seed(int(config.experiment.seed), "weights"))
-    components = {
-        name: instantiate(f"components.{name}", node, spec=spec) for name, node in config.components.items()
-    }
-    controllers = {
-        name: instantiate(f"controllers.{name}", node, spec=spec) for name, node in config.controllers.items()
-    }
-    return WorldModelComponents(components).to(device), ControllerManager(controllers).to(device)
-
-
-def build_optimizers(
-    config: DictConfig, components: WorldModelComponents, controllers: ControllerManager
-) -> dict[str, Any]:
-    """`_partial_` optimizers, each given the parameters of its `modules`.
-
-    Without `modules`: the part of the same name; `world_model` means every component and `controller` every
-    controller.
-    """
-    parts = {**dict(components.items()), **dict(controllers.items())}
-    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    optimizers = {}
-    for name, node in config.optimizers.items():
-        if not OmegaConf.is_dict(node):
-            raise ConfigError(
-                f"optimizers.{name} is {node!r}: it must be a mapping that names a class by _target_"
-            )
-        names = node.get("modules")
-        if names is None:
-            groups = {"world_model": list(components), "controller": controllers.names()}
-            names = groups.get(name, [name])
-        for wanted in names:
-            if wanted not in parts:
-                raise ConfigError(f"optimizers.{name} names a part '{wanted}'.{closest(wanted, parts)}")
-        named = {f"{n}.{key}": p for n in names if n in modules for key, p in modules[n].named_parameters()}
-        if not named:
-            raise ConfigError(f"optimizers.{name} has no parameters: none of {list(names)} can be trained")
-        plain = OmegaConf.masked_copy(node, [key for key in node if key != "modules"])
-        partial = instantiate(f"optimizers.{name}", plain)
-        optimizers[name] = partial([p for p in named.values() if p.requires_grad])
-    return optimizers
-
-
-def build_buffers(
-    config: DictConfig,
-    spec: Spec,
-    extras: Mapping[str, Any],
-    device: torch.device,
-    *,
-    home: Path | None = None,
-    say: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
-    """Buffers of the config; the `eval` one has a stream per evaluation environment.
-
-    home: folder of the run in which buffers may keep files, each in one of its own name
-    """
-    columns = {**spec.row_columns(), **extras}
-    buffers = {}
-    for name, node in config.buffers.items():
-        options = env_config_options(_plain(config.environment), evaluation=name == "eval")
-        buffers[name] = instantiate(
-            f"buffers.{name}",
-            node,
-            columns=columns,
-            spec=spec,
-            num_streams=int(options.get("num_envs", 1)),
-            device=device,
-            mutable=tuple(extras),
-            home=None if home is None else home / str(name),
-            on_warning=say,
-        )
-    return buffers
-
-
-# ---------------------------------------------------------------- the run
-
-
-def build_workflow(config: DictConfig) -> Any:
-    return instantiate("workflow", config.workflow)
-
-
-def assemble_workflow(
-    config: DictConfig,
-    spec: Spec,
-    device: torch.device,
-    *,
-    optimizers: bool = True,
-    load: Callable[[WorldModelComponents, ControllerManager], None] | None = None,
-) -> Any:
-    """A workflow with its parts and nothing around it: no environment, collector, buffer or logger.
-
-    optimizers: False for one that only acts. load: fills weights in, before the workflow sees the parts.
-    """
-    components, controllers = build_parts(config, spec, device)
-    if load is not None:
-        load(components, controllers)
-    context = WorkflowContext(
-        config=config,
-        device=device,
-        spec=spec,
-        components=components,
-        controller_manager=controllers,
-        optimizers=build_optimizers(config, components, controllers) if optimizers else {},
-        trains=optimizers,
-    )
-    workflow = build_workflow(config)
-    workflow.attach(context)
-    workflow.initialize(context)
-    return workflow
-
-
-def hook_infos(hooks: Mapping[str, Hook]) -> dict[str, HookInfo]:
-    return {
-        name: HookInfo(hook.kind, hook.batch.replayed_steps if hook.batch else 0)
-        for name, hook in hooks.items()
-    }
 
 
 def build_run(
@@ -318,7 +66,7 @@ def build_run(
     progress: Any = None,
     say: Callable[[str], None] = print,
 ) -> Run:
-    """Everything of a training run, from a resolved config."""
+    """Build a training run from a resolved config."""
     training = config.training
     seed = int(config.experiment.seed)
     device = resolve_device(str(config.experiment.device))
@@ -329,9 +77,9 @@ def build_run(
     components, controllers = build_parts(config, spec, device)
     optimizers = build_optimizers(config, components, controllers)
     workflow = build_workflow(config)
-    # The Collector copies what it keeps; a workflow that steps by itself is given arrays of its own.
-    steps_itself = type(workflow).collect_step is not WorldModelWorkflow.collect_step
-    environment = training_environment(config, spec, copy=steps_itself, logger=logger, say=say)
+    # The Collector copies what it keeps; a workflow with its own collect_step gets copies of the arrays.
+    own_collect = type(workflow).collect_step is not WorldModelWorkflow.collect_step
+    environment = training_environment(config, spec, copy=own_collect, logger=logger, say=say)
     collector = Collector(
         environment,
         device=device,
@@ -360,7 +108,7 @@ def build_run(
     )
     workflow.attach(context)
     workflow.initialize(context)
-    # The buffers' columns depend on what the workflow stores beside the row, so they are filled in after it.
+    # The workflow decides which extra columns are stored, so the buffers are built after it.
     home = checkpoints.folder.parent / "buffers" if checkpoints is not None else None
     buffers.update(build_buffers(config, spec, workflow.policy_columns(), device, home=home, say=say))
     collector.rows_on_host |= any(getattr(b, "on_host", False) for b in buffers.values())
@@ -458,23 +206,27 @@ def _check_phases(
     buffers: Mapping[str, Any],
     config: DictConfig,
 ) -> None:
-    """What phases freeze and set must exist, and the workflow must listen to it."""
+    """Check that parts, settings and buffers named by the phases exist and can be used."""
     for phase in phases:
         for name in phase.freeze:
             if name not in parts:
-                raise ConfigError(f"phase '{phase.name}' freezes '{name}'.{closest(name, parts)}")
+                raise ConfigError(
+                    f"phase '{phase.name}' freezes an unknown part '{name}'.{closest(name, parts)}"
+                )
         for path in phase.set:
             if path not in workflow.phase_settings:
                 raise ConfigError(
-                    f"phase '{phase.name}' sets '{path}', which {type(workflow).__name__} does not read by phase."
+                    f"phase '{phase.name}' sets '{path}', which {type(workflow).__name__} does not read from phases."
                     f"{closest(path, workflow.phase_settings)}"
                 )
         if phase.collects and not config.buffers:
-            raise ConfigError(f"phase '{phase.name}' collects, but the config has no buffers")
+            raise ConfigError(
+                f"phase '{phase.name}' collects, but the config has no buffers: add one under buffers"
+            )
         target = next(iter(phase.buffer), "")
         if phase.collects and getattr(buffers.get(target), "read_only", False):
             raise ConfigError(
-                f"phase '{phase.name}' would collect into '{target}', which is read-only: name another first"
+                f"phase '{phase.name}' would collect into '{target}', which is read-only: put another buffer first"
             )
 
 
@@ -491,6 +243,159 @@ def _choice(path: str, value: Any, allowed: tuple[str, ...]) -> str:
     return str(value)
 
 
+# ---------------------------------------------------------------- workflow and its parts
+
+
+def build_workflow(config: DictConfig) -> Any:
+    return instantiate("workflow", config.workflow)
+
+
+def assemble_workflow(
+    config: DictConfig,
+    spec: Spec,
+    device: torch.device,
+    *,
+    optimizers: bool = True,
+    load: Callable[[WorldModelComponents, ControllerManager], None] | None = None,
+) -> Any:
+    """Create a workflow with its parts, without environment, collector, buffers or logger.
+
+    optimizers: False for inference. load: loads weights before the workflow is initialized.
+    """
+    components, controllers = build_parts(config, spec, device)
+    if load is not None:
+        load(components, controllers)
+    context = WorkflowContext(
+        config=config,
+        device=device,
+        spec=spec,
+        components=components,
+        controller_manager=controllers,
+        optimizers=build_optimizers(config, components, controllers) if optimizers else {},
+        trains=optimizers,
+    )
+    workflow = build_workflow(config)
+    workflow.attach(context)
+    workflow.initialize(context)
+    return workflow
+
+
+def hook_infos(hooks: Mapping[str, Hook]) -> dict[str, HookInfo]:
+    return {
+        name: HookInfo(hook.kind, hook.batch.replayed_steps if hook.batch else 0)
+        for name, hook in hooks.items()
+    }
+
+
+def instantiate(path: str, node: Any, **extra: Any) -> Any:
+    """Create the object of a config node; `extra` keywords are passed if its constructor accepts them."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import get_object
+    from hydra.utils import instantiate as hydra_instantiate
+
+    target = node.get("_target_") if hasattr(node, "get") else None
+    if not target:
+        raise ConfigError(f"{path} has no _target_: set it to the class to build")
+    try:
+        constructor = get_object(target)
+    except Exception as error:
+        raise ConfigError(f"{path}._target_: cannot import '{target}': {_reason(error)}") from error
+    accepted = inspect.signature(constructor).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    given = {key: value for key, value in extra.items() if key in accepted or open_ended}
+    unknown = [k for k in node if not str(k).startswith("_") and k not in accepted and not open_ended]
+    if unknown:
+        raise ConfigError(f"{path}: {target} takes no '{unknown[0]}'.{closest(str(unknown[0]), accepted)}")
+    try:
+        # Partial first: Hydra would convert dataclasses in `extra` to dicts.
+        make = hydra_instantiate(node, _convert_="all", _partial_=True)
+        return functools.partial(make, **given) if node.get("_partial_") else make(**given)
+    except LabError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+        raise ConfigError(f"{path}: {target} could not be built: {_reason(cause)}") from error
+
+
+def build_parts(
+    config: DictConfig, spec: Spec, device: torch.device
+) -> tuple[WorldModelComponents, ControllerManager]:
+    """Create components and controllers on the device, initialized from the run's seed."""
+    seed_everything(derive_seed(int(config.experiment.seed), "weights"))
+    components = {
+        name: instantiate(f"components.{name}", node, spec=spec) for name, node in config.components.items()
+    }
+    controllers = {
+        name: instantiate(f"controllers.{name}", node, spec=spec) for name, node in config.controllers.items()
+    }
+    return WorldModelComponents(components).to(device), ControllerManager(controllers).to(device)
+
+
+def build_optimizers(
+    config: DictConfig, components: WorldModelComponents, controllers: ControllerManager
+) -> dict[str, Any]:
+    """Create the optimizers, each with the parameters of its `modules`.
+
+    The default of `modules` is the part with the optimizer's name; for `world_model` it is all components,
+    and for `controller` all controllers.
+    """
+    parts = {**dict(components.items()), **dict(controllers.items())}
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    optimizers = {}
+    for name, node in config.optimizers.items():
+        if not OmegaConf.is_dict(node):
+            raise ConfigError(f"optimizers.{name} is {node!r}: it must be a mapping with a _target_")
+        names = node.get("modules")
+        if names is None:
+            groups = {"world_model": list(components), "controller": controllers.names()}
+            names = groups.get(name, [name])
+        for wanted in names:
+            if wanted not in parts:
+                raise ConfigError(
+                    f"optimizers.{name}.modules has an unknown part '{wanted}'.{closest(wanted, parts)}"
+                )
+        named = {f"{n}.{key}": p for n in names if n in modules for key, p in modules[n].named_parameters()}
+        if not named:
+            raise ConfigError(
+                f"optimizers.{name}.modules must include a part with parameters; {list(names)} have none"
+            )
+        plain = OmegaConf.masked_copy(node, [key for key in node if key != "modules"])
+        partial = instantiate(f"optimizers.{name}", plain)
+        optimizers[name] = partial([p for p in named.values() if p.requires_grad])
+    return optimizers
+
+
+def build_buffers(
+    config: DictConfig,
+    spec: Spec,
+    extras: Mapping[str, Any],
+    device: torch.device,
+    *,
+    home: Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Create the buffers of the config; the `eval` buffer has one stream per evaluation environment.
+
+    home: folder of the run in which each buffer may store files, in a subfolder with its name
+    """
+    columns = {**spec.row_columns(), **extras}
+    buffers = {}
+    for name, node in config.buffers.items():
+        options = env_config_options(_plain(config.environment), evaluation=name == "eval")
+        buffers[name] = instantiate(
+            f"buffers.{name}",
+            node,
+            columns=columns,
+            spec=spec,
+            num_streams=int(options.get("num_envs", 1)),
+            device=device,
+            mutable=tuple(extras),
+            home=None if home is None else home / str(name),
+            on_warning=say,
+        )
+    return buffers
+
+
 def _plain(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
@@ -498,3 +403,102 @@ def _plain(node: Any) -> Any:
 def _reason(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+# ---------------------------------------------------------------- environments
+
+
+def environment_spec(config: DictConfig) -> Spec:
+    """Create the environment once to read its shapes; the evaluation environment must have the same."""
+    environment = to_plain(config.environment) if "environment" in config else None
+    if not isinstance(environment, dict):
+        raise ConfigError(
+            "environment is missing from the config: choose one, for example environment=cartpole"
+        )
+    missing = [f"environment.{key}" for key, value in environment.items() if value == "???"]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} must be set: the config has no value for it")
+    if not isinstance(environment.get("eval") or {}, dict):
+        raise ConfigError(f"environment.eval must be a mapping, not {environment['eval']!r}")
+    specs = [_probe(env_config_options(environment, evaluation=evaluation)) for evaluation in (False, True)]
+    shapes = [(spec.observations, spec.action) for spec in specs]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(
+            "environment.eval must not change the shapes of the training environment, "
+            f"but it has {specs[1].to_dict()} instead of {specs[0].to_dict()}"
+        )
+    return specs[0]
+
+
+def _probe(options: dict[str, Any]) -> Spec:
+    try:
+        return probe_spec(**options)
+    except LabError:
+        raise
+    except Exception as error:  # an environment's constructor can raise anything
+        raise ConfigError(
+            f"environment.task={options['task']!r} cannot be created: {unexpected(error)}"
+        ) from error
+
+
+def training_environment(
+    config: DictConfig, spec: Spec, *, copy: bool, logger: Any, say: Callable[[str], None]
+) -> VectorEnv:
+    """Create the training environment and check that its spec is that of the run."""
+    options = env_config_options(to_plain(config.environment))
+    seed = derive_seed(int(config.experiment.seed), "train")
+    environment = make_env(**options, **_video_options(config, logger), seed=seed, copy=copy)
+    environment.listen(say)
+    if environment.spec.row_columns() != spec.row_columns():
+        environment.close()
+        raise ConfigError(
+            f"{spec.name} must have the observations and actions that the run was created with, "
+            f"but it has {environment.spec.to_dict()} instead of {spec.to_dict()}"
+        )
+    return environment
+
+
+def _video_options(config: DictConfig, logger: Any) -> dict[str, Any]:
+    """Return the make_env options for videos of training episodes, if the config enables them."""
+    every, run_dir = config.environment.get("video_every"), getattr(logger, "run_dir", None)
+    if not every or run_dir is None:
+        return {}
+    return {"video_every": every, "video_folder": run_dir / "media" / "episodes" / "train"}
+
+
+def population_environment(
+    config: DictConfig, training: VectorEnv, say: Callable[[str], None], num_envs: int | None = None
+) -> VectorEnv:
+    """Create environments for the candidates of evolution; they share the run's observation statistics."""
+    options = env_config_options(to_plain(config.environment))
+    options |= {"seed": derive_seed(int(config.experiment.seed), "population"), "copy": False}
+    environment = make_env(**options | ({} if num_envs is None else {"num_envs": num_envs}))
+    environment.listen(say, trusted=True)
+    environment.normalizer = training.normalizer
+    return environment
+
+
+def build_evaluator(
+    config: DictConfig,
+    device: torch.device,
+    *,
+    normalizer: Any = None,  # of training: each evaluation uses its current statistics
+    say: Callable[[str], None] = print,
+    **changes: Any,
+) -> Evaluator:
+    """Create an Evaluator with the `environment.eval.*` settings; `changes` are further make_env options."""
+    options = {**env_config_options(to_plain(config.environment), evaluation=True), **changes}
+    options["normalize_observations"] = normalizer is not None
+    if config.environment.get("normalize_observations") and normalizer is None:
+        raise ConfigError(
+            "environment.normalize_observations is true: pass the run's statistics, normalizer=agent.normalizer"
+        )
+
+    def make(seed: int, render: bool) -> Any:
+        statistics = None if normalizer is None else normalizer.get_state()
+        fixed = {"seed": seed, "render": render, "copy": False, "observation_statistics": statistics}
+        environment = make_env(**{**options, **fixed})
+        environment.listen(say, trusted=True)
+        return environment
+
+    return Evaluator(make, device=device, seed=int(config.experiment.seed))

@@ -1,19 +1,20 @@
-"""Errors that a person can act on. The command line prints them as one message, without a traceback."""
+"""Errors that a user can fix. The command line prints them as one message, without a traceback."""
 
 from __future__ import annotations
 
 import difflib
+import shlex
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 
 class LabError(Exception):
-    """Something the user can put right; the message says what and how."""
+    """An error that the user can fix; the message explains what is wrong and what to do."""
 
 
 class ConfigError(LabError):
-    """A config names or states something that cannot be."""
+    """A config has an unknown name or an invalid value."""
 
 
 class CheckpointError(LabError):
@@ -21,23 +22,23 @@ class CheckpointError(LabError):
 
 
 class MissingPackageError(LabError):
-    """An optional package is needed; the message has the line that installs it."""
+    """An optional package is missing; the message has the command that installs it."""
 
 
 class RunLockedError(LabError):
-    """Another process is working in this run folder."""
+    """Another process is using this run folder."""
 
 
 class EnvironmentFaultError(LabError):
-    """Environments failed more often than may be borne; the message has the last failure, in its own words."""
+    """Environments failed more often than `environment.restarts` allows; the message has the last failure."""
 
 
 class OutOfMemoryError(LabError):
-    """The device has no memory left; the message says what holds it and what to turn down."""
+    """The device is out of memory; the message lists what uses it and how to reduce that."""
 
 
 def closest(name: str, known: Iterable[str], limit: int = 3) -> str:
-    """A sentence for an unknown name: the nearest known ones, then the list (shortened when long)."""
+    """Return a hint for an unknown name: the closest known names, then all names (shortened if long)."""
     names = sorted({str(item) for item in known})
     near = difflib.get_close_matches(name, names, n=limit, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(item) for item in near)}?" if near else ""
@@ -46,7 +47,7 @@ def closest(name: str, known: Iterable[str], limit: int = 3) -> str:
 
 
 def reject_unknown(where: str, node: Iterable[object], known: Iterable[str]) -> None:
-    """Every key of a config's node must be known: a mistyped one would be left out without a word."""
+    """Raise ConfigError for an unknown key of a config node: a typo would otherwise be ignored silently."""
     names = set(known)
     for key in node:
         if key not in names:
@@ -60,7 +61,7 @@ def require_choice(where: str, value: object, allowed: Iterable[str]) -> None:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception of anyone's as "KeyError: 'name'": its type and the first line of its text."""
+    """Format an exception as "KeyError: 'name'": its type and the first line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
     if len(text) > limit:
@@ -69,7 +70,50 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def unexpected(error: BaseException) -> str:
-    """One message for an exception that nobody foresaw: what it is, and where it came from."""
+    """Return one message for an unexpected exception: its type, text and source line."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"unexpected {one_line(error)}{place}; --debug shows the traceback"
+
+
+# --------------------
+# The distribution's name, the checkout it runs from, and the pip command that installs an extra.
+
+
+DISTRIBUTION = "rl-lab-wm"  # the command stays `rl-lab`, the import `rl_lab`
+FORMER_NAME = "rl-lab"  # on the package index this is another project that also imports as rl_lab
+PACKAGE = Path(__file__).resolve().parent
+
+
+def checkout() -> Path | None:
+    """Return the root of the source tree that rl_lab is imported from.
+
+    None when it is installed without one.
+    """
+    root = PACKAGE.parent
+    try:
+        text = (root / "pyproject.toml").read_text()
+    except OSError:
+        return None
+    return root if f'name = "{DISTRIBUTION}"' in text else None
+
+
+def install_line(extra: str = "", again: bool = False) -> str:
+    """Return the pip command that installs RL Lab, or one of its extras, from the same source as this rl_lab.
+
+    again: reinstall even if pip considers it installed (files are missing or overwritten by another package).
+    """
+    root = checkout()
+    wanted = f"[{extra}]" if extra else ""
+    if root is None:
+        flags = "--force-reinstall --no-deps " if again else ""
+        return f"pip install {flags}{shlex.quote(DISTRIBUTION + wanted)}"
+    # pip reinstalls an editable project every time.
+    return f"pip install -e {shlex.quote(('.' if _is_current(root) else str(root)) + wanted)}"
+
+
+def _is_current(folder: Path) -> bool:
+    try:
+        return Path.cwd() == folder
+    except OSError:  # the current folder was deleted
+        return False

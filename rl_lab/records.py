@@ -1,7 +1,7 @@
-"""What passes between the rooms of the lab.
+"""Dataclasses shared by all packages of rl_lab: specs, batches, results, hooks, episodes.
 
-Plain records, importable without torch: the scheduler, the environments' worker processes and the command
-line all read this file. Tensors appear in annotations only.
+The module does not import torch (tensors appear in annotations only), because the scheduler, the
+environments' worker processes and the command line import it.
 
 Letters used for shapes everywhere: N environments, B batch, T time, H horizon, C×H×W images.
 """
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 
-# Columns that every stored row has; observations are stored as "obs/<name>", policy extras under their own names.
+# Columns of every stored row, in addition to observations ("obs/<name>") and extras of the policy.
 ROW_COLUMNS = ("action", "reward", "terminated", "truncated", "is_first")
 OBS_PREFIX = "obs/"
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and dtype (a numpy name) of one array, without batch dimensions."""
+    """Shape and NumPy dtype name of one array, without batch dimensions."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -41,7 +41,7 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class ActionSpec:
-    """One action as it is stored and sent to the environment.
+    """Format of an action as it is stored and sent to the environment.
 
     discrete:        shape (),  int64, `choices` = (n,)
     multi_discrete:  shape (k,), int64, `choices` = (n_1, …, n_k)
@@ -60,7 +60,7 @@ class ActionSpec:
 
     @property
     def size(self) -> int:
-        """Width of the action as a network sees it: one-hot choices side by side, or the vector itself."""
+        """Width of the action as network input: concatenated one-hot choices, or the vector itself."""
         return self.shape[0] if self.kind == "continuous" else sum(self.choices)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class ActionSpec:
 
 @dataclass(frozen=True)
 class Spec:
-    """What an environment offers: the one source of shapes for components, buffers and `_dims`."""
+    """Observations and actions of an environment: the source of all shapes of parts, buffers and `_dims`."""
 
     name: str
     observations: dict[str, ArraySpec]
@@ -115,7 +115,7 @@ class Spec:
         )
 
     def row_columns(self) -> dict[str, ArraySpec]:
-        """Columns of one stored row, without the policy's extras."""
+        """Return the columns of one stored row, without the policy's extras."""
         columns = {OBS_PREFIX + key: spec for key, spec in self.observations.items()}
         columns["action"] = ArraySpec(self.action.shape, self.action.dtype)
         columns["reward"] = ArraySpec((), "float32")
@@ -126,16 +126,16 @@ class Spec:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What one call of a hook wants from a buffer.
+    """The batch that one call of a hook samples from a buffer.
 
-    A batch has `context + length` rows per sequence; the first `context` rows only give starting state.
-    boundary: "cross"  sequences run over episode ends, `is_first` marks where;
-              "within" sequences lie inside one episode;
-              "pad"    sequences start (pad="right") or end (pad="left") anywhere and stop at the episode's
-                       border; what lies beyond is zero and `mask` is False there. pad="both" lays the window at random
-                       around any row (buffers/episodes only).
-    sampler:  "uniform", "online" (fresh sequences first, then uniform), or a name the buffer offers; behind a colon
-              the consumer for whom it remembers ("episodes:world_model").
+    A batch has `context + length` rows per sequence; the first `context` rows only provide the initial state.
+    boundary: "cross"  sequences continue across episode ends, marked by `is_first`;
+              "within" sequences stay inside one episode;
+              "pad"    sequences start (pad="right") or end (pad="left") at any row and stop at the episode
+                       boundary; rows beyond it are zero, with `mask` False. pad="both" places the window at
+                       random around any row (buffers/episodes only).
+    sampler:  "uniform", "online" (new sequences first, then uniform), or another sampler of the buffer; the
+              part after a colon names the consumer whose counts it uses ("episodes:world_model").
     keys:     columns to fetch; None fetches all.
     """
 
@@ -153,36 +153,37 @@ class BatchSpec:
 
     @property
     def replayed_steps(self) -> int:
-        """Environment steps that one batch replays: the unit of `replayed_steps_per_env_step`."""
+        """Environment steps in one batch: the unit of `replayed_steps_per_env_step`."""
         return self.size * self.length
 
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Where a batch came from: stream (environment) and absolute position of each sequence's first row.
+    """Source of a batch: stream (environment) and absolute position of the first row of each sequence.
 
-    Positions count every row ever added, so they are also the row's generation: a position older than the
-    ring's tail has been overwritten, and a late write-back to it is dropped.
+    Positions count all rows ever added: a position before the oldest row of the ring buffer has been
+    overwritten, and a late write-back to it is dropped.
     """
 
     stream: torch.Tensor  # (B,) int64
     position: torch.Tensor  # (B,) int64
-    buffer: torch.Tensor | None = None  # (B,) int64: which buffer of a mix, None when there is one
+    buffer: torch.Tensor | None = None  # (B,) int64: index of the buffer in a mix; None for a single buffer
 
 
 class Batch(Mapping[str, Any]):
     """Sequences of stored rows, (B, T, …), with T = context + length.
 
-    Row names work as attributes (`batch.reward`) and keys (`batch["obs/vector"]`); `batch.obs` is the
-    observation dict. Reward, terminated, truncated and is_first are what *arrived with* the observation;
-    `action` was taken after it. `batch.transitions()` gives the plain view (what followed).
+    Columns are available as attributes (`batch.reward`) and keys (`batch["obs/vector"]`); `batch.obs` is the
+    dict of observations. Reward, terminated, truncated and is_first *arrived with* the observation; `action`
+    was taken after it. `batch.transitions()` returns transitions, with the reward that *followed* each
+    action.
     """
 
     def __init__(
         self,
         columns: dict[str, torch.Tensor],
         index: RowIndex | None = None,
-        mask: torch.Tensor | None = None,  # (B, T) bool; None: every row is real
+        mask: torch.Tensor | None = None,  # (B, T) bool, False in padding; None without padding
     ) -> None:
         self.columns = columns
         self.index = index
@@ -203,15 +204,15 @@ class Batch(Mapping[str, Any]):
         columns = self.__dict__.get("columns", {})
         if name in columns:
             return columns[name]
-        raise AttributeError(f"a batch has no column '{name}'; it has {sorted(columns)}")
+        raise AttributeError(f"batch.{name} does not exist; the columns are {sorted(columns)}")
 
     def __getitem__(self, key: str) -> Any:
         if key in self.columns:
             return self.columns[key]
-        if key in PLAIN_KEYS:
+        if key in TRANSITION_KEYS:
             return self.transitions()[key]
         raise KeyError(
-            f"a batch has no column '{key}'; it has {sorted(self.columns)} and {sorted(PLAIN_KEYS)}"
+            f"batch['{key}'] does not exist; the columns are {sorted(self.columns)} and {sorted(TRANSITION_KEYS)}"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -221,9 +222,9 @@ class Batch(Mapping[str, Any]):
         return len(self.columns)
 
     def transitions(self) -> dict[str, Any]:
-        """The plain view: T-1 transitions, each with the reward and end that *followed* its action.
+        """Return T-1 transitions, each with the reward and end that *followed* its action.
 
-        returns: observations, actions, rewards, dones, terminated, next_observations, each (B, T-1, …), and
+        Keys: observations, actions, rewards, dones, terminated, next_observations, each (B, T-1, …), and
         `valid` (B, T-1), False where the next row belongs to another episode or to padding.
         Observations are one tensor when there is a single observation key, else a dict.
         """
@@ -243,7 +244,7 @@ class Batch(Mapping[str, Any]):
         }
 
 
-PLAIN_KEYS = frozenset({"observations", "actions", "rewards", "dones", "next_observations", "valid"})
+TRANSITION_KEYS = frozenset({"observations", "actions", "rewards", "dones", "next_observations", "valid"})
 
 
 def _single(arrays: dict[str, Any]) -> Any:
@@ -252,34 +253,38 @@ def _single(arrays: dict[str, Any]) -> Any:
 
 @dataclass
 class Imagined:
-    """A dream of H steps from B starting states. Step 0 is the starting state itself.
+    """An imagined rollout of H steps from B initial states. Step 0 is the initial state.
 
-    `reward[:, t]` and `cont[:, t]` belong to arriving in state t; `action[:, t]` is taken there.
+    `reward[:, t]` and `cont[:, t]` are predicted on arrival in state t; `action[:, t]` is taken in it.
     """
 
-    state: dict[str, torch.Tensor]  # (B, H+1, …) latent state, by the workflow's own names
+    state: dict[str, torch.Tensor]  # (B, H+1, …) latent state, under the workflow's names
     action: torch.Tensor  # (B, H+1, …) or (B, H, …)
     reward: torch.Tensor | None = None  # (B, H+1)
-    cont: torch.Tensor | None = None  # (B, H+1) probability of going on, discount included where learned so
-    obs: dict[str, torch.Tensor] | None = None  # decoded observations, where asked for
+    cont: torch.Tensor | None = (
+        None  # (B, H+1) probability of continuing; includes the discount if learned so
+    )
+    obs: dict[str, torch.Tensor] | None = None  # decoded observations, if requested
 
 
 @dataclass
-class Dreamed:
-    """What a world model expects to arrive after one action in each of B dreams."""
+class ImaginedStep:
+    """Prediction of a world model for one action in each of B imagined rollouts."""
 
     reward: torch.Tensor  # (B,) float32
     terminated: torch.Tensor  # (B,) float32, probability that the episode ends here
-    obs: dict[str, torch.Tensor] = field(default_factory=dict)  # decoded, as stored; empty without a decoder
+    obs: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # decoded, in the stored format; empty without a decoder
 
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """When a candidate's rollout is hopeless and is ended.
+    """When the rollout of a candidate is ended early because it makes no progress.
 
-    patience: steps without a reward above `reward_above`; 0: rollouts are never ended
-    horizon:  steps of a whole episode. The steps that a rollout ended early has left are taken to bring what its last
-              `patience` steps brought on average, so that ending it changes little of its return; 0: they bring nothing
+    patience: steps without a reward above `reward_above`; 0: never end early
+    horizon:  steps of a complete episode. Each remaining step counts as the mean reward of the last `patience`
+              steps, so that ending early changes the return only slightly; 0: remaining steps count nothing
     """
 
     patience: int = 0
@@ -289,7 +294,7 @@ class EarlyStop:
 
 @dataclass(frozen=True)
 class ActMode:
-    """How to choose actions: sampled or best, how much noise, and where randomness comes from."""
+    """How to choose actions: sampled or deterministic, with how much noise, and from which generator."""
 
     sample: bool = True
     temperature: float = 1.0
@@ -299,9 +304,9 @@ class ActMode:
 
 @dataclass
 class CollectResult:
-    """One call of `collect_step`. `trajectory` is stored rows, or the plain form (see buffers/plain.py)."""
+    """Result of `collect_step`. `trajectory` holds rows, or transitions (see buffers/trajectory.py)."""
 
-    steps: int  # agent decisions that the environments carried out; resets are not steps
+    steps: int  # agent decisions that were executed; resets are not counted
     episodes: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     trajectory: Mapping[str, Any] | None = None
@@ -310,15 +315,17 @@ class CollectResult:
 
 @dataclass
 class UpdateResult:
-    """One call of a hook: detached 0-d tensors to log, and columns to write back to the sampled rows."""
+    """Result of a hook: detached 0-d tensors to log, and columns to write back to the sampled rows."""
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    write_back: Mapping[str, torch.Tensor] | None = None  # name -> (B, length, …), the rows after the context
+    write_back: Mapping[str, torch.Tensor] | None = (
+        None  # name -> (B, length, …), for the rows after the context
+    )
 
 
 @dataclass(frozen=True)
 class NoiseSpec:
-    """Random numbers that a hook's step needs: drawn before the call, so that the step itself is pure."""
+    """Noise that a hook's step needs. It is drawn before the call, so that the step is a pure function."""
 
     shape: tuple[int, ...]
     kind: Literal["uniform", "normal"] = "uniform"
@@ -326,14 +333,15 @@ class NoiseSpec:
 
 @dataclass(frozen=True)
 class Hook:
-    """One thing a workflow can be asked to do.
+    """An action that a workflow offers to the phases.
 
-    kind "update":     step(batch, scalars, noise) -> UpdateResult; fixed shapes, no host reads: it may
-                       become a CUDA graph. `scalars` and `noise` are dicts of device tensors.
-    kind "transform":  step(batch) -> {column: (B, T, …)}; walks a whole buffer once and stores the columns.
+    kind "update":     step(batch, scalars, noise) -> UpdateResult. It has fixed shapes and does not synchronize
+                       with the host, so it can be captured as a CUDA graph. `scalars` and `noise` are dicts of
+                       device tensors.
+    kind "transform":  step(batch) -> {column: (B, T, …)}; runs once over the buffer and stores the columns.
     kind "evolve":     step is an object with ask / act / tell (see orchestration/evolution.py).
 
-    plain: an ordinary method step(batch, phase=…) -> dict of floats, never captured.
+    plain: step(batch, phase=…) -> dict of floats is an ordinary method, which is never captured.
     """
 
     step: Any
@@ -341,29 +349,28 @@ class Hook:
     batch: BatchSpec | None = None
     scalars: Callable[[Mapping[str, Any], Mapping[str, int]], Mapping[str, float]] | None = None
     noise: Mapping[str, NoiseSpec] = field(default_factory=dict)
-    prefix: str = "train"  # of metrics that carry none
+    prefix: str = "train"  # of metrics without a prefix
     plain: bool = False
 
 
-# --------------------
-# Returns and lengths of episodes, over N environments that run side by side.
+# ---------------------------------------------------------------- episodes
 
 
-HISTORY = 100  # finished episodes that the running statistics look back on
+HISTORY = 100  # finished episodes that EpisodeTracker keeps
 
 
 @dataclass
 class Episode:
-    """One finished episode. `log` holds what the environment summed under `log/…`."""
+    """One finished episode. `log` holds the sums of the environment's `log/…` values."""
 
     episode_return: float
     length: int
-    env: int = 0  # which environment played it
+    env: int = 0  # index of its environment
     log: dict[str, float] = field(default_factory=dict)
 
 
 class EpisodeTracker:
-    """Adds up rewards until an episode ends, and remembers the last `HISTORY` finished ones."""
+    """Sums rewards per episode over N environments, and keeps the last `HISTORY` finished episodes."""
 
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
@@ -371,7 +378,7 @@ class EpisodeTracker:
         self.lengths = np.zeros(num_envs, dtype=np.int64)
         self.history: deque[Episode] = deque(maxlen=HISTORY)
         self.total_episodes = 0
-        self._fresh: list[Episode] = []
+        self._new: list[Episode] = []  # since the last `drain`
 
     def update(
         self,
@@ -379,31 +386,31 @@ class EpisodeTracker:
         done: np.ndarray,  # (N,) bool
         counted: np.ndarray | None = None,  # (N,) bool, False for reset rows
         logs: Mapping[int, Mapping[str, float]] | None = None,  # by environment, for those that ended
-        broken: Collection[int] = (),  # environments whose episode a failure ended, not the task
+        failed: Collection[int] = (),  # environments whose episode ended because of a failure
     ) -> int:
-        """Add one vector step; returns how many episodes ended with it.
+        """Add one vector step; return the number of episodes that ended.
 
-        A broken episode is counted, but its return says nothing and is not kept.
+        An episode that a failure ended is counted, but its return is not kept.
         """
         self.returns += np.asarray(reward, dtype=np.float64)
         self.lengths += 1 if counted is None else np.asarray(counted, dtype=np.int64)
         ended = [int(env) for env in np.flatnonzero(done)]
         for env in ended:
-            if env in broken:
+            if env in failed:
                 continue
             log = dict(logs[env]) if logs and env in logs else {}
             episode = Episode(float(self.returns[env]), int(self.lengths[env]), env, log)
             self.history.append(episode)
-            self._fresh.append(episode)
+            self._new.append(episode)
         self.returns[ended] = 0.0
         self.lengths[ended] = 0
         self.total_episodes += len(ended)
         return len(ended)
 
     def drain(self) -> list[Episode]:
-        """Episodes finished since the last call."""
-        fresh, self._fresh = self._fresh, []
-        return fresh
+        """Return the episodes that finished since the last call."""
+        new, self._new = self._new, []
+        return new
 
     def get_state(self) -> dict[str, Any]:
         def pack(episodes: Any) -> list[list[Any]]:
@@ -413,7 +420,7 @@ class EpisodeTracker:
             "returns": self.returns.tolist(),
             "lengths": self.lengths.tolist(),
             "history": pack(self.history),
-            "fresh": pack(self._fresh),
+            "fresh": pack(self._new),
             "total_episodes": self.total_episodes,
         }
 
@@ -421,12 +428,12 @@ class EpisodeTracker:
         self.returns = np.asarray(state["returns"], dtype=np.float64)
         self.lengths = np.asarray(state["lengths"], dtype=np.int64)
         self.history = deque((Episode(*item) for item in state["history"]), maxlen=HISTORY)
-        self._fresh = [Episode(*item) for item in state["fresh"]]
+        self._new = [Episode(*item) for item in state["fresh"]]
         self.total_episodes = int(state["total_episodes"])
 
 
 def return_statistics(episodes: list[Episode]) -> dict[str, float]:
-    """Mean, std, min and max of returns, mean length, and the mean of each `log/…` sum."""
+    """Return mean, std, min and max of the returns, the mean length, and the mean of each `log/…` sum."""
     if not episodes:
         return {}
     returns = np.array([episode.episode_return for episode in episodes])

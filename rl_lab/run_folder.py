@@ -1,4 +1,4 @@
-"""The folder of one run: where everything of it lies, and how it is found again.
+"""RunFolder: the files of one run, and how to find a run.
 
 outputs/2026-11-15/14-30-05/
 ├── config.yaml  config/    resolved config; overrides, spec.json
@@ -6,7 +6,7 @@ outputs/2026-11-15/14-30-05/
 ├── metrics.jsonl  tensorboard/
 ├── media/                  episodes/{train,test,imagination}  reconstructions  recordings
 ├── report/                 written by `rl-lab report`
-├── scripts/                play.sh  resume.sh  eval.py: shims onto this run
+├── scripts/                play.sh  resume.sh  eval.py: run the verbs on this run
 └── code.txt                commit and uncommitted diff of the code that ran
 """
 
@@ -20,10 +20,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_lab.errors import ConfigError, LabError, one_line
+from rl_lab.errors import DISTRIBUTION, ConfigError, LabError, one_line
 from rl_lab.records import Spec
 from rl_lab.utils.files import read_json, write_json_atomic
-from rl_lab.utils.install import DISTRIBUTION
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 KAGGLE_ROOT = Path("/kaggle/working")
 MEDIA = ("episodes/train", "episodes/test", "episodes/imagination", "reconstructions", "recordings")
 LOCK = ".lock"
-# What `create` makes at the top of a run folder before config.yaml, which comes last.
+# Entries that `create` writes before config.yaml.
 BEFORE_CONFIG = {
     LOCK,
     "checkpoints",
@@ -50,7 +49,7 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().resolve()
         self._written: list[Path] = []  # files that `create` wrote
-        self._made: list[Path] = []  # folders that this process made, parents first
+        self._made: list[Path] = []  # folders that this process created, parents first
 
     @property
     def config_file(self) -> Path:
@@ -84,13 +83,11 @@ class RunFolder:
         return self.config_file.is_file()
 
     def check_free(self) -> None:
-        """Refuse a `run_dir` that holds somebody's files: a run is written to a new or an empty folder."""
+        """Raise ConfigError if `run_dir` contains other files: a run needs a new or an empty folder."""
         try:
             names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
         except OSError as error:  # a file, or a folder that cannot be read
-            raise ConfigError(
-                f"run_dir={self.path} is no folder that can be read: {error.strerror}"
-            ) from error
+            raise ConfigError(f"run_dir={self.path} is not a readable folder: {error.strerror}") from error
         unfinished = LOCK in names and names <= BEFORE_CONFIG  # a start that was killed
         if names and not unfinished:
             raise ConfigError(
@@ -99,7 +96,7 @@ class RunFolder:
             )
 
     def make(self, exist_ok: bool = True) -> None:
-        """Make the run folder, and remember which folders were not there before."""
+        """Create the run folder, and remember which folders are new."""
         self._make(self.path, exist_ok)
 
     def _make(self, folder: Path, exist_ok: bool = True) -> None:
@@ -112,7 +109,7 @@ class RunFolder:
         self._written.append(file)
 
     def create(self, config: DictConfig, spec: Spec, overrides: list[str]) -> None:
-        """Make the folders and write what never changes."""
+        """Create the folders and write the files that never change."""
         from omegaconf import OmegaConf
 
         for folder in (self.checkpoints, self.tensorboard, self.path / "config", self.path / "scripts"):
@@ -124,7 +121,7 @@ class RunFolder:
         self._write(self.path / "config" / "overrides.txt", "\n".join(overrides) + "\n")
         self._write(self.path / "code.txt", code_state())
         self._write_scripts()
-        # Last: a folder counts as a run once it has its config.
+        # Last: a folder with a config.yaml counts as a run.
         temporary = self.path / "config.yaml.part"
         temporary.write_text(OmegaConf.to_yaml(config, resolve=True))
         temporary.replace(self.config_file)
@@ -138,15 +135,15 @@ class RunFolder:
         from rl_lab.config.saved import current_targets
 
         if not self.exists():
-            raise LabError(f"{self.path} is not a run folder: it has no config.yaml")
+            raise LabError(f"{self.path} has no config.yaml: pass the folder of a run")
         try:
             config = OmegaConf.load(self.config_file)
             if isinstance(config, DictConfig):
                 config = OmegaConf.create(current_targets(OmegaConf.to_container(config)))
-        except Exception as error:  # YAML, OmegaConf, the disk and the encoding each have their own
+        except Exception as error:  # YAML, OmegaConf, the file system and the decoder raise different errors
             raise ConfigError(f"{self.config_file} is damaged: {one_line(error)}") from error
         if not isinstance(config, DictConfig) or not config:
-            raise ConfigError(f"{self.config_file} is damaged: it holds no config")
+            raise ConfigError(f"{self.config_file} is damaged: it has no config")
         check_targets(config)
         try:
             check_values(to_plain(config))
@@ -162,10 +159,10 @@ class RunFolder:
             raise ConfigError(f"{self.spec_file} is damaged: {one_line(error)}") from error
 
     def discard_if_unused(self) -> None:
-        """Remove what this process wrote for a run that failed before its first checkpoint or metrics line.
+        """Delete the files of a run that failed before its first checkpoint or metrics line.
 
-        Only files of this process are deleted, and only folders that it made and that are empty then: whatever else
-        lies in the folder stays.
+        Only files written by this process are deleted, and then empty folders that it created: all other
+        files stay.
         """
         if any(self.checkpoints.iterdir()) or (self.metrics.exists() and self.metrics.stat().st_size):
             return
@@ -175,11 +172,11 @@ class RunFolder:
                 file.unlink()
         for folder in sorted(self._made, key=lambda path: len(path.parts), reverse=True):
             with contextlib.suppress(OSError):
-                folder.rmdir()  # fails if something is left in it
+                folder.rmdir()  # fails if the folder is not empty
 
     def _write_scripts(self) -> None:
         python = sys.executable
-        shims = {
+        scripts = {
             "resume.sh": f'#!/usr/bin/env bash\nexec "{python}" -m rl_lab resume "$(dirname "$0")/.." "$@"\n',
             "play.sh": f'#!/usr/bin/env bash\nexec "{python}" -m rl_lab.tools.play.shell "$(dirname "$0")/.." "$@"\n',
             "eval.py": (
@@ -188,14 +185,14 @@ class RunFolder:
                 'sys.exit(main(["eval", str(Path(__file__).resolve().parents[1]), *sys.argv[1:]]))\n'
             ),
         }
-        for name, text in shims.items():
+        for name, text in scripts.items():
             file = self.path / "scripts" / name
             self._write(file, text)
             file.chmod(0o755)
 
 
 def output_root(configured: str | None) -> Path:
-    """Parent of all runs: as configured; on Kaggle a persistent place; else ./outputs."""
+    """Return the parent folder of all runs: as configured, a persistent folder on Kaggle, else ./outputs."""
     if configured:
         return Path(configured).expanduser()
     if KAGGLE_ROOT.is_dir():
@@ -204,7 +201,7 @@ def output_root(configured: str | None) -> Path:
 
 
 def new_run_folder(root: Path, now: datetime | None = None) -> RunFolder:
-    """outputs/YYYY-MM-DD/HH-MM-SS, with a number behind it when two runs start in one second."""
+    """Create outputs/YYYY-MM-DD/HH-MM-SS; a number is appended if two runs start in the same second."""
     now = now or datetime.now()
     day = root / now.strftime("%Y-%m-%d")
     for number in range(1000):
@@ -214,37 +211,37 @@ def new_run_folder(root: Path, now: datetime | None = None) -> RunFolder:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(f"cannot make the run folder {folder.path}: {error}") from error
+            raise ConfigError(f"output_root: cannot create the run folder {folder.path}: {error}") from error
         return folder
-    raise ConfigError(f"no free run folder under {day}")
+    raise ConfigError(f"{day} has no free run folder: wait a second, or set run_dir")
 
 
 def find_run(name: str | Path | None, root: Path) -> RunFolder:
-    """A run by its folder (or a checkpoint inside it); None: the newest under `root`."""
+    """Find a run by its folder or a file inside it; None: the newest run under `root`."""
     if name is not None:
         path = Path(name).expanduser()
         for candidate in (path, *path.parents):
             if (candidate / "config.yaml").is_file():
                 return RunFolder(candidate)
-        raise LabError(f"no run at {path}: expected a folder with config.yaml (rl-lab train prints it)")
+        raise LabError(f"{path} is not a run: pass a folder with config.yaml (rl-lab train prints it)")
     runs = sorted(root.glob("*/*/config.yaml"), key=lambda file: file.stat().st_mtime)
     if not runs:
-        raise LabError(f"no run under {root.resolve()}; train one first: rl-lab train")
+        raise LabError(f"{root.resolve()} has no run: train one first with rl-lab train")
     return RunFolder(runs[-1].parent)
 
 
 def code_state() -> str:
-    """Commit and uncommitted diff of the checkout that holds rl_lab, or its version when installed."""
+    """Return commit and uncommitted diff of the git checkout of rl_lab, or the installed version."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
         result = subprocess.run(command, capture_output=True, timeout=10)
-        # A file of the checkout need not be UTF-8.
+        # A file of the checkout may have another encoding.
         return result.stdout.decode("utf-8", "replace").strip() if result.returncode == 0 else ""
 
     try:
-        # An installed rl_lab may lie inside a repository of the user's, whose diff is none of our business.
+        # An installed rl_lab may be inside a repository of the user, whose diff must not be recorded.
         ours = git("ls-files", "--error-unmatch", "__init__.py")
         commit = git("rev-parse", "HEAD") if ours else ""
         diff = git("diff", "HEAD") if ours else ""
@@ -263,7 +260,7 @@ def code_state() -> str:
 def describe_differences(
     old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Paths whose values differ between two plain configs: path -> (old, new)."""
+    """Return the paths whose values differ between two plain configs: path -> (old, new)."""
     differences: dict[str, tuple[Any, Any]] = {}
     for key in {*old, *new}:
         path = f"{prefix}{key}"

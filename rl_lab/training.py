@@ -1,4 +1,4 @@
-"""Train, and go on training: from a config to a finished run folder."""
+"""`train` and `resume`: from a config to a finished run folder."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from rl_lab.utils.progress import Progress
 
 @dataclass
 class RunResult:
-    """What `train` gives back."""
+    """Result of `train` and `resume`."""
 
     path: Path
     interrupted: bool
     counters: dict[str, int] = field(default_factory=dict)
     return_mean: float | None = None  # of the last logged training episodes
-    eval_return_mean: float | None = None  # of the last evaluation, where there was one
+    eval_return_mean: float | None = None  # of the last evaluation, if there was one
 
 
 def train(
@@ -50,10 +50,10 @@ def train(
 
     rl_lab.train("dreamer_cartpole", ["training.total_timesteps=2000", "experiment.seed=1"])
     """
-    words = [f"{k}={v}" for k, v in overrides.items()] if isinstance(overrides, Mapping) else list(overrides)
+    items = [f"{k}={v}" for k, v in overrides.items()] if isinstance(overrides, Mapping) else list(overrides)
     if experiment:
-        words.insert(0, f"experiment={experiment}")
-    return train_config(compose_config(words, config_dirs=config_dirs), words, say=say)
+        items.insert(0, f"experiment={experiment}")
+    return train_config(compose_config(items, config_dirs=config_dirs), items, say=say)
 
 
 def train_config(
@@ -62,7 +62,7 @@ def train_config(
     """Train a composed config in a new run folder; an existing `run_dir` is resumed."""
     run_dir = _run_dir(config)
     if run_dir is not None and run_dir.exists():
-        return _resume_same(run_dir, config, say)
+        return _resume_existing(run_dir, config, say)
     if run_dir is not None:
         run_dir.check_free()
     spec = environment_spec(config)
@@ -71,9 +71,9 @@ def train_config(
     try:
         folder.make()
     except OSError as error:
-        raise ConfigError(f"cannot make the run folder {folder.path}: {error}") from error
+        raise ConfigError(f"run_dir: cannot create the run folder {folder.path}: {error}") from error
     with RunLock(folder.path):
-        with _writing(folder):
+        with _report_write_errors(folder):
             folder.create(config, spec, list(overrides))
         try:
             return _run(folder, config, say)
@@ -85,29 +85,29 @@ def train_config(
 def resume(
     run: Path | str, overrides: Sequence[str] = (), *, say: Callable[[str], None] = print
 ) -> RunResult:
-    """Go on with a run from its newest good checkpoint. Only safe keys may change."""
+    """Continue a run from its newest intact checkpoint. Only the keys in SAFE_ON_RESUME may change."""
     folder = RunFolder(run)
     config = folder.load_config()
     before = OmegaConf.to_container(config)
-    for word in overrides:
-        path, _, value = word.lstrip("+").partition("=")
+    for override in overrides:
+        path, _, value = override.lstrip("+").partition("=")
         change_key(config, path, value)
     return _resume_changed(folder, before, config, say)
 
 
 def _run_dir(config: DictConfig) -> RunFolder | None:
-    """The folder that the config fixes; None for a new one."""
+    """Return the folder of `run_dir`, or None if it is not set."""
     value = select(config, "run_dir")
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"run_dir must be a path or null, not {value!r}")
     try:
         return RunFolder(value) if value else None
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"run_dir={value!r} is no path: {error}") from error
+        raise ConfigError(f"run_dir={value!r} is not a path: {error}") from error
 
 
-def _resume_same(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
-    """The command was given again with the same run folder."""
+def _resume_existing(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
+    """Resume because the command was repeated with the same run folder."""
     saved = folder.load_config()
     resolve_config(config, folder.load_spec())
     return _resume_changed(folder, OmegaConf.to_container(saved), config, say)
@@ -122,9 +122,8 @@ def _resume_changed(
     for path, (old, new) in sorted(differences.items()):
         if not is_safe(path):
             raise ConfigError(
-                f"{path} was {old!r} in this run and cannot become {new!r} on resume; "
-                f"safe to change: {', '.join(SAFE_ON_RESUME)}. For anything else start a new run "
-                "(load: {path: …} takes weights over)"
+                f"{path} was {old!r} in this run and cannot become {new!r} on resume: start a new run "
+                f"(load.path=… loads the weights), or change only {', '.join(SAFE_ON_RESUME)}"
             )
         if path not in ("run_dir", "output_root"):
             say(f"resume: {path}: {old!r} -> {new!r}")
@@ -133,8 +132,8 @@ def _resume_changed(
 
 
 def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
-    """Build, restore what there is, run, and say where everything lies. The caller holds the lock."""
-    say = undisturbed(say)
+    """Build the run, restore its checkpoint if it has one, and train. The caller holds the lock."""
+    say = ignore_output_errors(say)
     keep = config.training.checkpoint
     checkpoints = CheckpointManager(
         folder.checkpoints,
@@ -143,8 +142,8 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
         on_damaged_replay=str(config.training.get("on_damaged_replay", "older")),
         on_warning=say,
     )
-    loaded = _find_start(folder, config, checkpoints, say)
-    with _writing(folder):
+    loaded = _find_checkpoint(folder, config, checkpoints, say)
+    with _report_write_errors(folder):
         logger = ExperimentLogger(
             folder.path,
             tensorboard=bool(config.logging.tensorboard),
@@ -177,7 +176,7 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory(error, run.orchestrator if run else None) from error
-        _keep_traceback(folder, error, say)
+        _save_traceback(folder, error, say)
         raise
     finally:
         logger.close()
@@ -187,27 +186,27 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
 
 
 @contextlib.contextmanager
-def _writing(folder: RunFolder) -> Iterator[None]:
+def _report_write_errors(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LabError(f"the run folder {folder.path} cannot be written: {error}") from error
+        raise LabError(f"{folder.path} cannot be written: {error}") from error
 
 
-def undisturbed(say: Callable[[str], None]) -> Callable[[str], None]:
-    """A closed pipe, a terminal that is gone, or a log file on a full disk must not end the run."""
+def ignore_output_errors(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Wrap `say`: a closed pipe or terminal, or a log file on a full disk, must not end the run."""
 
-    def speak(text: str) -> None:
+    def say_safely(text: str) -> None:
         with contextlib.suppress(OSError):
             say(text)
 
-    return speak
+    return say_safely
 
 
 def _build(
     config: DictConfig, spec: Spec, logger: Any, checkpoints: CheckpointManager, progress: Progress
 ) -> Run:
-    """Whatever stops a run from being built is the config's doing, or that of a part it names."""
+    """Build the run; unexpected errors are caused by the config or by a part that it names."""
     try:
         return build_run(
             config, spec, logger=logger, checkpoints=checkpoints, progress=progress, say=progress.say
@@ -217,14 +216,14 @@ def _build(
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ConfigError(f"the run cannot be built from this config: {unexpected(error)}") from error
+        raise ConfigError(f"config: the run cannot be built from it: {unexpected(error)}") from error
 
 
-def _find_start(
+def _find_checkpoint(
     folder: RunFolder, config: DictConfig, checkpoints: CheckpointManager, say: Callable[[str], None]
 ) -> Loaded | None:
-    """The checkpoint that training goes on from; None for a new run."""
-    if checkpoints.has_any():  # of this run: where it stands counts more than where it came from
+    """Return the checkpoint that training continues from, or None for a new run."""
+    if checkpoints.has_any():  # a checkpoint of this run takes precedence over training.resume_path
         loaded = checkpoints.load()
         check_same_config(folder.config_file, loaded.info.get("config"), to_plain(config))
         check_same_spec(folder.spec_file, loaded.info.get("spec"), folder.load_spec())
@@ -235,22 +234,22 @@ def _find_start(
     loaded = CheckpointManager.load_file(Path(str(path)), on_warning=say)
     if "phase_state" not in loaded.state:
         raise CheckpointError(
-            f"{path} holds weights only, so there is no training to resume; "
-            f"load.path={path} starts a new run from them"
+            f"training.resume_path={path} has weights only and cannot be resumed: use load.path={path} to "
+            "start a new run from them"
         )
     return loaded
 
 
-def _keep_traceback(folder: RunFolder, error: Exception, say: Callable[[str], None]) -> None:
-    """The command line shows one line of it; whoever comes in the morning needs all."""
+def _save_traceback(folder: RunFolder, error: Exception, say: Callable[[str], None]) -> None:
+    """Write the traceback to error.txt: the command line prints only one line of it."""
     file = folder.path / "error.txt"
     with contextlib.suppress(OSError):
         file.write_text("".join(traceback.format_exception(error)))
-        say(f"the run failed; the whole traceback is in {file}")
+        say(f"the run failed; the complete traceback is in {file}")
 
 
 def _load_weights(config: DictConfig, run: Run) -> None:
-    """Start from another run's weights: the parts that `load:` names, or all that both runs have."""
+    """Load weights of another run: the parts that `load:` names, or all parts that both runs have."""
     named = {key: value for key, value in to_plain(config.load).items() if value is not None}
     if set(named) == {"path"}:
         named |= {"components": "all", "controllers": "all"}
@@ -261,24 +260,24 @@ def _load_weights(config: DictConfig, run: Run) -> None:
     statistics = loaded.state.get("observation_statistics")
     normalizer = getattr(run.context.train_environment, "normalizer", None)
     if statistics is not None and normalizer is not None:
-        normalizer.set_state(statistics)  # the weights expect to see with them
+        normalizer.set_state(statistics)  # the weights were trained with these statistics
 
 
 def _describe_memory(run: Run, say: Callable[[str], None]) -> None:
-    """What the run will hold: replay, and the model with its gradients and optimizer state."""
+    """Print the expected memory of the replay buffers and of the model with gradients and optimizer state."""
     for name, buffer in run.orchestrator.storage.buffers.items():
         say(f"memory: {name}: {buffer.describe()}")
     parameters = run.context.count_parameters()
-    # Weights, gradients and two optimizer moments in float32; a captured graph keeps the update's activations.
+    # Weights, gradients and two optimizer moments in float32; a CUDA graph keeps the activations.
     say(f"memory: model: {parameters:,} parameters, about {parameters * 16 / 2**20:.1f} MiB to train")
     if any(runner.capture.enabled for runner in run.orchestrator.runners.values()):
-        say("memory: graph: one update's activations; measured and said when a hook is captured")
+        say("memory: graph: activations of one update; measured and printed when a hook is captured")
 
 
 def _finish(folder: RunFolder, run: Run, say: Callable[[str], None]) -> RunResult:
     orchestrator = run.orchestrator
     if orchestrator.interrupted:
-        say(f"stopped and saved; go on with: rl-lab resume {folder.path}")
+        say(f"stopped and saved; continue with: rl-lab resume {folder.path}")
     return RunResult(
         path=folder.path,
         interrupted=orchestrator.interrupted,

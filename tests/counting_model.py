@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.records import ActionSpec, ActMode, ArraySpec, Batch, Dreamed, Spec
+from rl_lab.records import ActionSpec, ActMode, ArraySpec, Batch, ImaginedStep, Spec
 from rl_lab.workflows.base import WorldModelWorkflow
 
 SPEC = Spec("counting", {"image": ArraySpec((3, 8, 8), "uint8")}, ActionSpec("discrete", (), (3,)))
@@ -71,10 +71,10 @@ class CountingModel(WorldModelWorkflow):
         action: torch.Tensor,
         *,
         generator: torch.Generator | None = None,
-    ) -> tuple[dict[str, torch.Tensor], Dreamed]:
+    ) -> tuple[dict[str, torch.Tensor], ImaginedStep]:
         after = self._state(state["count"] + action, int(state["age"][0]) + 1)
         chance = torch.tensor([self.chances.get(int(count), 0.0) for count in after["count"]])
-        return after, Dreamed(action.float(), chance, self.dream_observation(after))
+        return after, ImaginedStep(action.float(), chance, self.dream_observation(after))
 
     def _state(self, count: torch.Tensor, age: int) -> dict[str, torch.Tensor]:
         state = {"count": count, "age": torch.full_like(count, age)}
@@ -122,7 +122,7 @@ class CountingEnv:
         reward = np.array([float(actions[0])], np.float32)
         return self._obs(), reward, np.array([end]), np.array([False]), {}
 
-    def render(self) -> np.ndarray:
+    def frame(self) -> np.ndarray:
         return np.full((40, 60, 3), min(255, self.count * SHADE), np.uint8)
 
     def close(self) -> None:

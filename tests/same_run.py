@@ -1,4 +1,4 @@
-"""Comparing two runs bit for bit: weights, optimizers, counters, generators, collector, and replay's rows."""
+"""Compares two runs bit for bit: weights, optimizers, counters, generators, collector and replay rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ IGNORED = {"time"}
 
 @contextmanager
 def stopped_at(monkeypatch: pytest.MonkeyPatch, steps: int | None = None) -> Iterator[None]:
-    """Runs in here stop after so many environment steps, half of theirs for None: mid-cycle, mid-episode, credit left."""
-    do = Orchestrator.do
+    """Stop runs after `steps` environment steps (None: half of them), within a cycle and an episode."""
+    do = Orchestrator.run_action
 
     def do_and_stop(self: Orchestrator, action: str, phase: Any) -> None:
         do(self, action, phase)
@@ -28,12 +28,12 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch, steps: int | None = None) -> Ite
         self.interrupted = done * 2 >= total if steps is None else done >= steps
 
     with monkeypatch.context() as patch:
-        patch.setattr(Orchestrator, "do", do_and_stop)
+        patch.setattr(Orchestrator, "run_action", do_and_stop)
         yield
 
 
 def assert_same(first: Any, second: Any, path: str = "state") -> None:
-    """Equal, bit for bit, all the way down; the message names the first difference."""
+    """Check recursive equality, bit for bit; the message has the path of the first difference."""
     assert type(first) is type(second), f"{path}: {type(first)} and {type(second)}"
     if isinstance(first, dict):
         assert first.keys() == second.keys(), f"{path}: {first.keys() ^ second.keys()}"
@@ -53,14 +53,14 @@ def assert_same(first: Any, second: Any, path: str = "state") -> None:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The clone is for strides: pictures of one place with the channels last count as contiguous, and have odd ones."""
+    """Clone for the strides: 1×1 channels-last images count as contiguous but have unusual strides."""
     if not tensor.dim() or not tensor.numel():
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def replay_rows(run: Path, name: str = "replay") -> dict[str, torch.Tensor]:
-    """Every stored row of a run's replay, column by column, from its files."""
+    """Read all stored rows of a run's replay from its files, by column."""
     loaded = CheckpointManager(run / "checkpoints").load()
     folder = run / "checkpoints" / "replay" / name
     columns: dict[str, list[torch.Tensor]] = {}
@@ -80,7 +80,7 @@ def _tensors(node: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def assert_same_run(first: Path, second: Path, buffers: tuple[str, ...] = ("replay",)) -> None:
-    """The newest checkpoints of two run folders hold the same state, and the same replay."""
+    """Check that the newest checkpoints of two run folders have the same state and the same replay."""
     states = [CheckpointManager(run / "checkpoints").load().state for run in (first, second)]
     assert_same(*states)
     for name in buffers:

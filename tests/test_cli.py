@@ -1,4 +1,4 @@
-"""The command line as people type it."""
+"""Commands of the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """One tiny trained run that the tests below look at."""
+    """One tiny trained run, shared by the tests."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     words = [
         "train",
@@ -37,7 +37,7 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_run_folder_has_its_rooms(run: Path):
+def test_run_folder_layout(run: Path):
     for name in (
         "config.yaml",
         "config/spec.json",
@@ -61,8 +61,8 @@ def test_the_run_folder_has_its_rooms(run: Path):
     assert {"collect", "train", "controller", "eval", "time", "workflow"} <= prefixes
 
 
-def test_tiny_takes_seconds(tmp_path: Path):
-    """The bar is 20 s on an idle machine for the whole command; tests share theirs with another worker."""
+def test_debug_tiny_is_fast(tmp_path: Path):
+    """The target is 20 s on an idle machine for the complete command; tests share the machine."""
     command = [sys.executable, "-m", "rl_lab", "train", "+experiment=dreamer_cartpole", "debug=tiny"]
     start = time.perf_counter()
     result = subprocess.run([*command, f"run_dir={tmp_path / 'run'}"], capture_output=True, text=True)
@@ -71,7 +71,7 @@ def test_tiny_takes_seconds(tmp_path: Path):
     assert "done: " in result.stdout
 
 
-def test_eval_gives_the_same_json_twice(run: Path, tmp_path: Path, capsys):
+def test_eval_is_deterministic(run: Path, tmp_path: Path, capsys):
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:
         assert main(["eval", str(run), "--episodes", "4", "--seed", "3", "--json", str(file)]) == 0
@@ -82,13 +82,13 @@ def test_eval_gives_the_same_json_twice(run: Path, tmp_path: Path, capsys):
     assert "over 4 episodes" in capsys.readouterr().out
 
 
-def test_eval_shim_and_best_checkpoint(run: Path):
+def test_eval_script_and_best_checkpoint(run: Path):
     command = [sys.executable, "scripts/eval.py", "--episodes", "2", "--checkpoint", "best"]
     result = subprocess.run(command, cwd=run, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
-def test_report_and_list_and_doctor(run: Path, capsys):
+def test_report_list_and_doctor(run: Path, capsys):
     assert main(["report", str(run)]) == 0
     assert (run / "report" / "index.html").stat().st_size > 10_000
     assert main(["list", "experiments"]) == 0
@@ -104,7 +104,7 @@ def test_cfg_job_prints_dims(capsys):
     assert yaml.safe_load(capsys.readouterr().out)["batch_size"] == 16
 
 
-def test_resume_says_what_differs_and_refuses_what_may_not(run: Path, capsys):
+def test_resume_prints_changes_and_refuses_unsafe_keys(run: Path, capsys):
     assert main(["resume", str(run), "training.total_timesteps=110", "logging.progress=plain"]) == 0
     assert "training.total_timesteps: 100 -> 110" in capsys.readouterr().out
     assert main(["resume", str(run), "algorithm.batch_size=3"]) == 1
@@ -122,7 +122,7 @@ def test_errors_are_one_message(capsys, tmp_path: Path):
         (["train", "debug=tiny", "components/encoder=mlp", "environment=dummy_dict"], "encoder"),
         (["train", "debug=tiny", "training.phases=[{name: x, workflow_hooks: [colect]}]"], "collect"),
         (["train", "debug=tiny", "training.precision=float8"], "float32"),
-        (["play"], "no run under"),
+        (["play"], "has no run"),
         (["bench", "nothing"], "nothing"),
         (["report", str(tmp_path)], "run"),
     ):
@@ -132,7 +132,7 @@ def test_errors_are_one_message(capsys, tmp_path: Path):
         assert "Traceback" not in captured.err
 
 
-def test_tensor_float_products_are_a_choice_of_the_run(tmp_path: Path, monkeypatch):
+def test_tensorfloat32_applies_to_updates_only(tmp_path: Path, monkeypatch):
     found = set()
     forward = RSSM.observe_sequence
 
@@ -151,7 +151,7 @@ def test_tensor_float_products_are_a_choice_of_the_run(tmp_path: Path, monkeypat
         assert torch.backends.cuda.matmul.allow_tf32 == before
 
 
-def test_a_crash_in_native_code_says_where(tmp_path: Path):
+def test_native_crash_prints_traceback(tmp_path: Path):
     crash = "import ctypes\nctypes.string_at(0)\n"
     (tmp_path / "crashing.py").write_text("def make(**options):\n    " + crash.replace("\n", "\n    "))
     words = [
@@ -166,7 +166,7 @@ def test_a_crash_in_native_code_says_where(tmp_path: Path):
     assert done.returncode < 0 and "Fatal Python error" in done.stderr and "crashing.py" in done.stderr
 
 
-def test_a_reader_that_leaves_is_no_error_and_any_other_broken_pipe_is(capsys, monkeypatch):
+def test_closed_stdout_is_not_an_error(capsys, monkeypatch):
     command = [sys.executable, "-m", "rl_lab", "list"]
     listing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert listing.stdout is not None
@@ -182,7 +182,7 @@ def test_a_reader_that_leaves_is_no_error_and_any_other_broken_pipe_is(capsys, m
     assert "a worker's end is gone" in capsys.readouterr().err
 
 
-def test_a_pipe_gets_each_line_at_once(monkeypatch):
+def test_stdout_is_line_buffered(monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     script = "import time; from rl_lab.cli import main; main(['--version']); time.sleep(60)"
     talking = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -196,7 +196,7 @@ def test_a_pipe_gets_each_line_at_once(monkeypatch):
         talking.stdout.close()
 
 
-def test_multirun_makes_a_run_each(tmp_path: Path, monkeypatch):
+def test_multirun_trains_every_combination(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "rl_lab", "train", "-m", "+experiment=random_cartpole", "debug=tiny"]
     result = subprocess.run(
@@ -213,7 +213,7 @@ def test_multirun_makes_a_run_each(tmp_path: Path, monkeypatch):
     assert seeds == {0, 1}
 
 
-def test_scripts_of_the_checkout(tmp_path: Path):
+def test_checkout_scripts_run(tmp_path: Path):
     command = [
         sys.executable,
         str(ROOT / "scripts" / "train.py"),
@@ -226,7 +226,7 @@ def test_scripts_of_the_checkout(tmp_path: Path):
     assert result.returncode == 0, result.stderr
 
 
-def test_loaded_agent_acts_without_environments(run: Path):
+def test_loaded_agent_needs_no_environment(run: Path):
     agent = rl_lab.load_agent(run)
     action = agent.act(np.zeros(4, dtype=np.float32))
     assert int(action) in (0, 1)
@@ -239,7 +239,7 @@ def test_loaded_agent_acts_without_environments(run: Path):
         agent.act(np.zeros(5, dtype=np.float32))
 
 
-def test_a_second_process_is_kept_out(run: Path, capsys):
+def test_second_process_is_refused(run: Path, capsys):
     from rl_lab.utils.files import RunLock
 
     with RunLock(run):
@@ -247,7 +247,7 @@ def test_a_second_process_is_kept_out(run: Path, capsys):
     assert "error" in capsys.readouterr().err
 
 
-def test_a_finished_run_can_be_extended(tmp_path: Path):
+def test_resume_extends_finished_run(tmp_path: Path):
     words = ["debug=tiny", "logging.progress=off", "logging.tensorboard=false", f"run_dir={tmp_path / 'run'}"]
     assert (
         rl_lab.train("dreamer_cartpole", [*words, "training.total_timesteps=60"]).counters["env_steps"] >= 60
@@ -257,7 +257,7 @@ def test_a_finished_run_can_be_extended(tmp_path: Path):
     assert lines[-1]["step"] >= 120
 
 
-def test_weights_of_another_run(run: Path, tmp_path: Path, capsys):
+def test_load_path_loads_weights(run: Path, tmp_path: Path, capsys):
     from rl_lab.utils.checkpoint.manager import CheckpointManager
 
     words = ["train", "debug=tiny", "training.total_timesteps=6", "logging.progress=off"]
@@ -276,7 +276,7 @@ def test_weights_of_another_run(run: Path, tmp_path: Path, capsys):
     assert "shape" in capsys.readouterr().err
 
 
-def test_a_staged_curriculum_by_one_word(tmp_path: Path):
+def test_phases_staged_trains(tmp_path: Path):
     words = ["debug=tiny", "phases=staged", "logging.progress=off", f"run_dir={tmp_path / 'run'}"]
     words += ["training.phases.0.duration_steps=60", "training.phases.1.duration_updates=5"]
     words += ["training.phases.2.duration_updates=5", "training.total_timesteps=80"]

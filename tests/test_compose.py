@@ -1,4 +1,4 @@
-"""Configs compose in the stated order, the founding documents' YAML composes, and mistakes are answered."""
+"""Configs compose in the documented order, the YAML of the founding documents composes, errors have hints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(folder: Path, name: str, text: str) -> None:
     file.write_text(textwrap.dedent(text).lstrip())
 
 
-def test_both_spellings_of_experiment_and_none():
+def test_experiment_spellings():
     names = {
         compose_config(words).experiment.name
         for words in ([], ["experiment=dreamer_cartpole"], ["+experiment=dreamer_cartpole"])
@@ -29,7 +29,7 @@ def test_both_spellings_of_experiment_and_none():
 
 
 def test_order_of_precedence(tmp_path: Path):
-    """root < environment < experiment < size < debug < command line, one key won by each."""
+    """root < environment < experiment < size < debug < command line; each sets one key last."""
     write(tmp_path, "environment/here", "task: dummy/discrete\nnum_envs: 2\nworkers: 0\ntime_limit: 11\n")
     write(
         tmp_path,
@@ -61,7 +61,7 @@ def test_order_of_precedence(tmp_path: Path):
 
 
 def founding_yaml(folder: Path) -> None:
-    """The YAML of the founding document's "Implementing a New Algorithm", with only `_target_` paths changed."""
+    """Write the YAML of the founding document's "Implementing a New Algorithm", with new `_target_` paths."""
     write(folder, "workflow/your_algorithm", "_target_: rl_lab.workflows.random.RandomWorkflow\n")
     write(
         folder,
@@ -118,7 +118,7 @@ def founding_yaml(folder: Path) -> None:
     )
 
 
-def test_the_founding_yaml_composes_after_changing_only_targets(tmp_path: Path):
+def test_founding_yaml_composes(tmp_path: Path):
     founding_yaml(tmp_path)
     config = compose_config(["+experiment=your_algorithm_env", "experiment.seed=123"], config_dirs=[tmp_path])
     resolve_config(config, environment_spec(config))
@@ -129,13 +129,13 @@ def test_the_founding_yaml_composes_after_changing_only_targets(tmp_path: Path):
     assert config.buffers.replay._target_ == "rl_lab.buffers.replay.ReplayBuffer"
 
 
-def test_configs_where_the_user_stands_are_found(tmp_path: Path, monkeypatch):
+def test_configs_in_current_folder_are_found(tmp_path: Path, monkeypatch):
     founding_yaml(tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     assert compose_config(["+experiment=your_algorithm_env"]).experiment.name == "your_algorithm_cartpole"
 
 
-def test_the_groups_and_names_of_the_founding_documents_exist():
+def test_founding_groups_and_names_exist():
     for word in (
         "components/encoder@components.encoder=mlp",
         "components/encoder=dict",
@@ -148,7 +148,7 @@ def test_the_groups_and_names_of_the_founding_documents_exist():
         compose_config([word])
 
 
-def test_dims_come_from_the_environment_and_wrong_ones_are_named(tmp_path: Path):
+def test_dims_are_filled_and_checked(tmp_path: Path):
     config = compose_config([])
     spec = environment_spec(config)
     OmegaConf.set_struct(config, False)
@@ -164,7 +164,7 @@ def test_dims_come_from_the_environment_and_wrong_ones_are_named(tmp_path: Path)
     [
         (["experiment=dreamer_cartpol"], "Did you mean 'dreamer_cartpole'"),
         (["+experiment=nothing_like_it_at_all"], "Known: "),
-        (["size=13m"], "no size is called '13m'"),
+        (["size=13m"], "size=13m does not exist"),
         (["algorithm.batch_sise=3"], "algorithm.batch_size"),
         (["trainng.total_timesteps=3"], "training.total_timesteps"),
         (["workflow=dreemer"], "Did you mean 'dreamer'"),
@@ -176,12 +176,12 @@ def test_dims_come_from_the_environment_and_wrong_ones_are_named(tmp_path: Path)
         ),
     ],
 )
-def test_mistakes_are_answered(words: list[str], message: str):
+def test_errors_suggest_known_names(words: list[str], message: str):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         compose_config(words)
 
 
-def test_evaluation_may_set_any_key_of_the_environment():
+def test_eval_accepts_environment_keys():
     config = compose_config(["environment.eval.workers=0", "environment.eval.time_limit=7"])
     assert config.environment.eval.workers == 0 and config.environment.eval.time_limit == 7
     with pytest.raises(ConfigError, match=r"environment\.eval\.wrokers.*workers"):

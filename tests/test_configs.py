@@ -1,4 +1,4 @@
-"""Every shipped experiment composes, builds, and does a dry run of seconds; and its config says where it came from."""
+"""Every experiment composes, builds and trains for a few seconds; every YAML file has a description."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_runs_dry(name: str, tmp_path: Path):
+def test_every_experiment_trains(name: str, tmp_path: Path):
     words = [f"experiment={name}", "debug=tiny", *QUIET, f"run_dir={tmp_path / 'run'}"]
     config = compose_config(words)
     assert config.experiment.name == name
@@ -38,7 +38,7 @@ IN_2024 = ["atari_2024", "atari100k_2024", "dmc_proprio_2024", "dmc_vision_2024"
 
 
 @pytest.mark.parametrize("task", [*NOW, *IN_2024])
-def test_presets_of_dreamer_begin_to_learn_where_the_original_does(task: str):
+def test_dreamer_presets_start_updates_like_the_original(task: str):
     """len(replay) in danijar/dreamerv3, embodied/run/train.py: batch_size @ 251910d, × batch_length @ e3f0224."""
     config = compose_config([f"experiment=dreamer_{task}"])
     algorithm, streams = config.algorithm, config.environment.num_envs
@@ -48,7 +48,7 @@ def test_presets_of_dreamer_begin_to_learn_where_the_original_does(task: str):
     assert config.training.phases[0].duration_steps == algorithm.seed_steps
 
 
-def test_a_preset_collects_before_it_learns(tmp_path: Path):
+def test_prefilled_collects_before_updates(tmp_path: Path):
     pytest.importorskip("dm_control", reason="extra: dmc")
     words = ["experiment=dreamer_dmc_proprio", "debug=tiny", *QUIET, f"run_dir={tmp_path / 'run'}"]
     run = rl_lab.train(None, [*words, "algorithm.seed_steps=60"])  # of 100; then an update every 4
@@ -56,7 +56,7 @@ def test_a_preset_collects_before_it_learns(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", known_choices("size"))
-def test_every_size_states_what_the_networks_read(name: str):
+def test_every_size_has_all_widths(name: str):
     size = compose_config([f"size={name}"]).algorithm.size
     assert set(size) == {
         "deter",
@@ -82,12 +82,12 @@ def test_every_size_states_what_the_networks_read(name: str):
         ("dreamer_cartpole", "tdmpc_size=1m", "tdmpc_size"),
     ],
 )
-def test_a_size_of_another_algorithm_is_refused(name: str, word: str, says: str):
+def test_size_of_another_algorithm_is_refused(name: str, word: str, says: str):
     with pytest.raises(ConfigError, match=says):
         compose_config([f"experiment={name}", word, "debug=tiny"])
 
 
-def test_every_yaml_is_shipped_and_says_what_it_is():
+def test_every_yaml_has_a_description():
     for file in CONFIG_FOLDER.rglob("*.yaml"):
         first = next(line for line in file.read_text().splitlines() if not line.startswith("# @package"))
         assert first.startswith("# "), f"{file} should begin with a line that `rl-lab list` can show"

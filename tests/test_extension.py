@@ -1,4 +1,4 @@
-"""Other people's code without a fork: wheels of the lab and of `examples/extension`, installed and run elsewhere."""
+"""An extension without a fork: wheels of RL Lab and of `examples/extension`, installed in another folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def python(*words: str, cwd: Path, **environ: str) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A folder with both wheels unpacked, as `pip install` would; nothing in it comes from the checkout itself."""
+    """A folder with both wheels unpacked, as `pip install` does; it does not use the checkout."""
     pytest.importorskip("setuptools", minversion="77")
     work = tmp_path_factory.mktemp("extension")
     # Building writes beside the sources, so it is done on copies.
@@ -49,7 +49,7 @@ def installed(tmp_path_factory) -> Path:
     return work / "site"
 
 
-def test_it_trains_from_wheels_outside_the_checkout(installed: Path, tmp_path: Path):
+def test_extension_trains_from_wheels(installed: Path, tmp_path: Path):
     site = {"PYTHONPATH": str(installed)}
     where = python(
         "-c",
@@ -72,7 +72,7 @@ def test_it_trains_from_wheels_outside_the_checkout(installed: Path, tmp_path: P
 
 
 @pytest.mark.learning
-def test_it_learns_resumes_and_evaluates(installed: Path, tmp_path: Path):
+def test_extension_learns_resumes_and_evaluates(installed: Path, tmp_path: Path):
     site, run = {"PYTHONPATH": str(installed)}, str(tmp_path / "run")
     words = [
         "-m",
@@ -88,8 +88,8 @@ def test_it_learns_resumes_and_evaluates(installed: Path, tmp_path: Path):
     assert json.loads((tmp_path / "eval.json").read_text())["return_mean"] > 0.9  # at random about 0
 
 
-def test_without_installing_hydras_search_path_does_as_well(tmp_path: Path, monkeypatch):
-    """The same configs by `hydra.searchpath`, by `--config-dir`, and beside a user's own ./configs."""
+def test_extension_by_search_path(tmp_path: Path, monkeypatch):
+    """The same configs by `hydra.searchpath`, by `--config-dir`, and together with the user's ./configs."""
     configs = EXAMPLE / "lab_extension" / "configs"
     words = ["+experiment=double_q_corridor"]
     by_word = compose_config([*words, f"hydra.searchpath=[file://{configs}]"])
@@ -103,14 +103,14 @@ def test_without_installing_hydras_search_path_does_as_well(tmp_path: Path, monk
     assert both.algorithm.size.units == 7
 
 
-def test_folders_with_odd_names_are_searched(tmp_path: Path):
+def test_folder_names_are_quoted(tmp_path: Path):
     folder = tmp_path / "it's a, [strange] folder = yes"
     (folder / "size").mkdir(parents=True)
     (folder / "size" / "mine.yaml").write_text("# @package algorithm.size\nunits: 7\n")
     assert compose_config(["size=mine"], config_dirs=[folder]).algorithm.size.units == 7
 
 
-def test_a_broken_entry_point_is_left_out_with_a_warning(monkeypatch):
+def test_broken_entry_point_warns(monkeypatch):
     class Point:
         name, value = "broken", "no_such_package.configs"
 
@@ -121,7 +121,7 @@ def test_a_broken_entry_point_is_left_out_with_a_warning(monkeypatch):
         assert compose_config([]).experiment.name == "dreamer_cartpole"
 
 
-def test_the_search_path_is_one_word(tmp_path: Path):
+def test_search_path_is_one_override(tmp_path: Path):
     words = with_search_path(["a=1", "hydra.searchpath=[pkg://x, file:///y]"], [tmp_path])
     assert words[0] == "a=1" and len(words) == 2
     assert words[1].startswith("hydra.searchpath=[pkg://x,file:///y,'file://")

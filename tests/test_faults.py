@@ -1,4 +1,4 @@
-"""Faults that a run must survive: a full disk, damaged files, a second process, memory that runs out."""
+"""Faults that a run must handle: a full disk, damaged files, a second process, out of memory."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def train(folder: Path, *words: str, said: list[str] | None = None):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A run of 48 steps that nothing happened to, with the checkpoint before its last."""
+    """An undisturbed run of 48 steps with its last two checkpoints."""
     folder = tmp_path_factory.mktemp("faults") / "whole"
     train(folder)
     return folder
 
 
 def steps(run: Path) -> list[int]:
-    """Steps of the checkpoints there are, oldest first. Reset rows are no steps, so the numbers are not round."""
+    """Return the steps of all checkpoints, oldest first. Resets are not counted, so they are not multiples."""
     return CheckpointManager(run / "checkpoints").steps()
 
 
@@ -79,7 +79,7 @@ def flip(file: Path, at: float = 0.6) -> None:
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """Saves fail from the second one on, for as long as `full_disk.full`."""
+    """Make all saves after the first fail while `full_disk.full` is True."""
 
     class Disk:
         full = True
@@ -98,7 +98,7 @@ def full_disk(monkeypatch):
     return disk
 
 
-def test_a_full_disk_is_said_and_training_goes_on(
+def test_full_disk_is_reported_and_training_continues(
     tmp_path: Path, full_disk, whole: Path, monkeypatch, capsys
 ):
     save = Orchestrator.save
@@ -112,15 +112,15 @@ def test_a_full_disk_is_said_and_training_goes_on(
     missed = [
         line
         for line in capsys.readouterr().out.splitlines()
-        if "checkpoint not saved, training goes on" in line
+        if "checkpoint not saved, training continues" in line
     ]
     assert len(missed) >= 2
-    assert all("No space left" in text and "Earlier checkpoints are whole" in text for text in missed)
+    assert all("No space left" in text and "earlier checkpoints are intact" in text for text in missed)
     assert run.counters["env_steps"] == steps(whole)[-1]
     assert_same_run(tmp_path / "run", whole)  # a save that failed changed nothing
 
 
-def test_a_full_disk_stops_the_run_where_the_config_says_so(tmp_path: Path, full_disk, whole: Path):
+def test_full_disk_stops_run_if_configured(tmp_path: Path, full_disk, whole: Path):
     with pytest.raises(CheckpointError, match=r"step 2\d was not saved.*No space left"):
         train(tmp_path / "run", "training.on_save_failure=stop")
     assert 12 <= CheckpointManager(tmp_path / "run" / "checkpoints").load().step < 24
@@ -129,7 +129,7 @@ def test_a_full_disk_stops_the_run_where_the_config_says_so(tmp_path: Path, full
     assert_same_run(tmp_path / "run", whole)
 
 
-def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path: Path, full_disk):
+def test_failed_last_checkpoint_is_an_error(tmp_path: Path, full_disk):
     with pytest.raises(CheckpointError, match=r"step 4\d was not saved|step 5\d was not saved"):
         train(tmp_path / "run")
     assert 12 <= CheckpointManager(tmp_path / "run" / "checkpoints").load().step < 24
@@ -138,7 +138,7 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path: Path, full
 # ---------------------------------------------------------------- damaged checkpoints
 
 
-def test_a_damaged_last_checkpoint_costs_time_and_nothing_else(copy: Path, whole: Path):
+def test_damaged_last_checkpoint_falls_back(copy: Path, whole: Path):
     flip(copy / "checkpoints" / manifest(copy, -1)["state"]["file"])
     said: list[str] = []
     resume(copy, say=said.append)
@@ -147,18 +147,18 @@ def test_a_damaged_last_checkpoint_costs_time_and_nothing_else(copy: Path, whole
 
 
 def chunk_of_all(run: Path) -> Path:
-    """A replay file that every kept manifest names."""
+    """Return a replay file that all manifests refer to."""
     assert len(steps(run)) == 2
     shared = set.intersection(*(set(manifest(run, which)["buffers"]["replay"]["files"]) for which in (0, 1)))
     return run / "checkpoints" / "replay" / "replay" / min(shared)
 
 
-def test_a_damaged_chunk_of_every_checkpoint_costs_its_rows_only(copy: Path, whole: Path):
+def test_damaged_shared_chunk_loses_only_its_rows(copy: Path, whole: Path):
     flip(chunk_of_all(copy))
     said: list[str] = []
     result = resume(copy, ["training.total_timesteps=60"], say=said.append)
     text = next(text for text in said if "REPLAY DAMAGED" in text)
-    assert "(8 rows)" in text and f"step {steps(whole)[-1]}, exactly" in text
+    assert "(8 rows)" in text and f"exactly those of step {steps(whole)[-1]}" in text
     assert result.counters["env_steps"] >= 60
     after = CheckpointManager(copy / "checkpoints", on_warning=pytest.fail).load()
     assert (
@@ -166,7 +166,7 @@ def test_a_damaged_chunk_of_every_checkpoint_costs_its_rows_only(copy: Path, who
     )  # what is lost is in no new manifest
 
 
-def test_state_after_lost_rows_is_exactly_that_of_the_checkpoint(copy: Path, whole: Path, monkeypatch):
+def test_state_is_exact_after_lost_rows(copy: Path, whole: Path, monkeypatch):
     flip(chunk_of_all(copy))
     seen: dict = {}
     restore = Orchestrator.restore
@@ -194,9 +194,7 @@ def _plain(value):
 
 
 @pytest.mark.parametrize(("choice", "which"), [("skip", -1), ("older", 0)])
-def test_whether_an_older_checkpoint_or_fewer_rows_come_first_is_a_choice(
-    copy: Path, choice: str, which: int
-):
+def test_on_damaged_replay_older_or_skip(copy: Path, choice: str, which: int):
     older, newest = (set(manifest(copy, number)["buffers"]["replay"]["files"]) for number in (0, 1))
     for name in newest - older:
         flip(copy / "checkpoints" / "replay" / "replay" / name)
@@ -205,13 +203,13 @@ def test_whether_an_older_checkpoint_or_fewer_rows_come_first_is_a_choice(
     assert loaded.step == steps(copy)[which] and bool(loaded.damaged) == (choice == "skip")
 
 
-def test_replay_damage_can_also_stop(copy: Path):
+def test_on_damaged_replay_stop(copy: Path):
     flip(chunk_of_all(copy))
-    with pytest.raises(CheckpointError, match=r"tried:[\s\S]*on_damaged_replay=skip goes on"):
+    with pytest.raises(CheckpointError, match=r"tried:[\s\S]*on_damaged_replay=skip to resume"):
         resume(copy, ["training.on_damaged_replay=stop"], say=lambda text: None)
 
 
-def test_a_chunk_damaged_while_training_runs_is_written_again(tmp_path: Path, whole: Path, monkeypatch):
+def test_chunk_damaged_during_training_is_rewritten(tmp_path: Path, whole: Path, monkeypatch):
     said: list[str] = []
     save = Orchestrator.save
 
@@ -225,39 +223,39 @@ def test_a_chunk_damaged_while_training_runs_is_written_again(tmp_path: Path, wh
     damages.done = False
     monkeypatch.setattr(Orchestrator, "save", damages)
     train(tmp_path / "run", said=said)
-    assert damages.done and any("changed since written: written again" in text for text in said)
+    assert damages.done and any("changed after writing: written again" in text for text in said)
     assert_same_run(tmp_path / "run", whole)
 
 
-def test_a_config_that_changed_since_is_not_another_run_in_silence(copy: Path):
+def test_changed_config_is_refused(copy: Path):
     text = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("seed: 0", "seed: 1", 1))
     with pytest.raises(ConfigError, match=r"experiment.seed is 1, but the checkpoint was trained with 0"):
         resume(copy, ["training.total_timesteps=60"], say=lambda text: None)
 
 
-def test_a_second_process_is_kept_out_of_a_run(copy: Path, capsys):
+def test_second_process_is_refused(copy: Path, capsys):
     with files.RunLock(copy):
         assert main(["resume", str(copy), "training.total_timesteps=60"]) == 1
-    assert "is already working in" in capsys.readouterr().err
+    assert "is in use by process" in capsys.readouterr().err
 
 
 def test_older_checkpoints_are_migrated_or_refused(copy: Path, monkeypatch):
-    """A checkpoint of version 1, seen by a lab of version 2."""
+    """Load a checkpoint of version 1 with code of version 2."""
     from rl_lab.utils.checkpoint import manager as checkpoint
     from rl_lab.utils.checkpoint import manifest
 
     monkeypatch.setattr(manifest, "CHECKPOINT_VERSION", 2)
     monkeypatch.setattr(checkpoint, "CHECKPOINT_VERSION", 2)
     with pytest.raises(
-        CheckpointError, match="has checkpoint version 1, and there is no way from version 1 to 2"
+        CheckpointError, match="has checkpoint version 1, and no migration from version 1 to 2"
     ):
         resume(copy, ["training.total_timesteps=60"], say=lambda text: None)
     monkeypatch.setitem(manifest.MIGRATIONS, 1, lambda state: {**state, "migrated": True})
     assert resume(copy, ["training.total_timesteps=60"], say=lambda text: None).counters["env_steps"] >= 60
 
 
-# ---------------------------------------------------------------- what goes wrong in the loop
+# ---------------------------------------------------------------- errors in the training loop
 
 
 def raise_at(monkeypatch, call: int, error: Exception) -> None:
@@ -274,7 +272,7 @@ def raise_at(monkeypatch, call: int, error: Exception) -> None:
     monkeypatch.setattr(HookRunner, "run", counted)
 
 
-def test_out_of_gpu_memory_says_what_holds_it_and_what_to_turn_down(tmp_path: Path, monkeypatch, capsys):
+def test_out_of_memory_message_lists_uses_and_advice(tmp_path: Path, monkeypatch, capsys):
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 1 GiB"
     )
@@ -296,8 +294,8 @@ def test_out_of_gpu_memory_says_what_holds_it_and_what_to_turn_down(tmp_path: Pa
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_is_really_full(tmp_path: Path, capsys):
-    """A share of the device so small that the model fits and an update does not."""
+def test_full_gpu_raises_out_of_memory(tmp_path: Path, capsys):
+    """Limit device memory so that the model fits and an update does not."""
     taken = torch.cuda.memory_allocated() + 40 * 2**20
     torch.cuda.set_per_process_memory_fraction(taken / torch.cuda.get_device_properties(0).total_memory)
     try:
@@ -311,7 +309,7 @@ def test_a_gpu_that_is_really_full(tmp_path: Path, capsys):
     assert "out of memory" in text and "peak: " in text and "weights, gradients and optimizer state" in text
 
 
-def test_memory_that_runs_out_while_building_is_said_too(tmp_path: Path, monkeypatch, capsys):
+def test_out_of_memory_while_building(tmp_path: Path, monkeypatch, capsys):
     def fails(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
@@ -320,14 +318,12 @@ def test_memory_that_runs_out_while_building_is_said_too(tmp_path: Path, monkeyp
     assert "buffers.replay.storage=host" in capsys.readouterr().err
 
 
-def test_the_first_failure_of_a_part_is_the_configs_and_a_later_one_leaves_its_traceback(
-    tmp_path: Path, monkeypatch, capsys
-):
+def test_first_failure_is_config_error_later_saves_traceback(tmp_path: Path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         raise_at(patch, 1, RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x5 and 4x8)"))
         assert main(["train", *WORDS, f"run_dir={tmp_path / 'first'}"]) == 1
         text = capsys.readouterr().err
-        assert "the first 'update' of phase 'joint' failed" in text and "mat1 and mat2" in text
+        assert "phase 'joint': the first 'update' failed" in text and "mat1 and mat2" in text
     raise_at(monkeypatch, 3, KeyError("reward"))
     assert main(["train", *WORDS, f"run_dir={tmp_path / 'later'}"]) == 1
     captured = capsys.readouterr()
@@ -340,8 +336,8 @@ def test_the_first_failure_of_a_part_is_the_configs_and_a_later_one_leaves_its_t
 
 
 @pytest.mark.learning
-def test_a_minute_of_faults_loses_nothing_but_what_was_announced():
-    """The short form of `rl-lab bench soak`, whose half hour is in docs/results/soak.json."""
+def test_soak_minute_without_violations():
+    """A short `rl-lab bench soak`; the result of half an hour is in docs/results/soak.json."""
     from rl_lab.tools.bench import run_benchmark
 
     result = run_benchmark("soak", ["--minutes", "1", "--every", "8"])

@@ -119,7 +119,7 @@ GROUPS = [
 
 
 def known_paths(words: list[str]) -> list[str]:
-    """Every key of a config, as it would be typed."""
+    """Return all keys of a config as command-line paths."""
     found: list[str] = ["hydra.searchpath", "hydra.run.dir"]
 
     def walk(node: object, prefix: str) -> None:
@@ -152,7 +152,7 @@ def overrides(draw: st.DrawFn, base: str) -> str:
 
 @st.composite
 def mistakes(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A base and one or two words too many."""
+    """Draw a base and one or two wrong overrides."""
     base = draw(st.sampled_from(list(BASES)))
     return base, draw(st.lists(overrides(base), min_size=1, max_size=2))
 
@@ -163,15 +163,15 @@ def words_of(base: str, more: list[str], folder: Path) -> list[str]:
 
 @pytest.fixture
 def few_actions(monkeypatch):
-    """A run that gets as far as training has shown what it is after a few actions."""
-    do = Orchestrator.do
+    """Stop runs after a few actions."""
+    do = Orchestrator.run_action
 
     def counted(self, action, phase):
         do(self, action, phase)
         self.actions_done = getattr(self, "actions_done", 0) + 1
         self.interrupted = self.actions_done >= 12
 
-    monkeypatch.setattr(Orchestrator, "do", counted)
+    monkeypatch.setattr(Orchestrator, "run_action", counted)
 
 
 def obeyed_or_explained(mistake: tuple[str, list[str]], tmp_path: Path) -> None:
@@ -194,19 +194,19 @@ def obeyed_or_explained(mistake: tuple[str, list[str]], tmp_path: Path) -> None:
 
 @settings(max_examples=15, **SETTINGS)
 @given(mistake=mistakes())
-def test_any_words_give_what_they_say_or_one_message(few_actions, tmp_path, mistake):
+def test_random_overrides_apply_or_fail_clearly(few_actions, tmp_path, mistake):
     obeyed_or_explained(mistake, tmp_path)
 
 
 @pytest.mark.learning
 @settings(max_examples=MANY, **SETTINGS)
 @given(mistake=mistakes())
-def test_many_words_give_what_they_say_or_one_message(few_actions, tmp_path, mistake):
+def test_many_random_overrides_apply_or_fail_clearly(few_actions, tmp_path, mistake):
     obeyed_or_explained(mistake, tmp_path)
 
 
 def check_obeyed(word: str, saved: object) -> None:
-    """What was asked for by key is what ran; groups and deletions are left to Hydra."""
+    """Check that the saved config has the overridden value; groups and deletions are up to Hydra."""
     path, equals, value = word.lstrip("+").partition("=")
     section = path.partition(".")[0]
     if (
@@ -228,10 +228,12 @@ def check_obeyed(word: str, saved: object) -> None:
         assert str(got).strip().lower() == str(asked).strip().lower() or got == asked, (word, got)
 
 
-def test_a_key_that_nobody_reads_is_an_error_in_every_closed_section(tmp_path: Path):
+def test_unknown_keys_are_errors_in_closed_sections(tmp_path: Path):
     for section, keys in root_keys().items():
         if section in ("experiment", "training", "logging", "wandb", "load"):
             near = next(iter(keys))
-            with pytest.raises(LabError, match=f"no key '{section}.{near}x'.*Did you mean '{near}'"):
+            with pytest.raises(
+                LabError, match=f"{section}.{near}x is not a known key.*Did you mean '{near}'"
+            ):
                 words = words_of("random", [f"+{section}.{near}x=1"], tmp_path)
                 train_config(compose_config(words), words, say=lambda text: None)

@@ -45,7 +45,7 @@ WORDS = [
 
 
 def tried(check: Callable[..., None], examples: int) -> Callable[..., None]:
-    """The check as a test over that many damages."""
+    """Return the check as a test over `examples` random damages."""
     options = settings(
         max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
@@ -53,7 +53,7 @@ def tried(check: Callable[..., None], examples: int) -> Callable[..., None]:
 
 
 def two_runs(folder: Path, words: list[str]) -> tuple[Path, Path]:
-    """A run that was saved twice, and the same one after it went on undisturbed."""
+    """Return a run with two checkpoints, and the same run continued without damage."""
     rl_lab.train("dreamer_cartpole", [*words, f"run_dir={folder / 'saved'}"])
     shutil.copytree(folder / "saved", folder / "whole", symlinks=True)
     go_on(folder / "whole")
@@ -67,7 +67,7 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def disk_runs(tmp_path_factory) -> tuple[Path, Path]:
-    """The same with episodes on disk, whose files are read in place."""
+    """The same with episodes on disk, which are read from their files."""
     words = [word for word in WORDS if "chunk_rows" not in word]
     return two_runs(tmp_path_factory.mktemp("disk"), [*words, "buffer=episodes"])
 
@@ -82,7 +82,7 @@ def go_on(run: Path) -> list[str]:
 
 @st.composite
 def damages(draw: st.DrawFn) -> tuple[str, list[tuple[float, int]]]:
-    """What is done to a file: a way, and places (share of its length) with bytes."""
+    """Draw a kind of damage, and positions (fractions of the file length) with bytes."""
     way = draw(st.sampled_from(["flip", "flip", "truncate", "insert", "zero", "delete", "empty"]))
     places = st.tuples(st.floats(0, 0.999), st.integers(0, 255))
     return way, draw(st.lists(places, min_size=1, max_size=3))
@@ -112,7 +112,7 @@ def copy_of(run: Path, tmp_path: Path) -> Path:
 
 
 def files_of(run: Path) -> list[Path]:
-    """Everything of a run that a later command reads."""
+    """Return all files of a run that a later command reads."""
     folders = (run / "checkpoints", run / "buffers")
     stored = [
         file for folder in folders for file in folder.rglob("*") if file.is_file() and not file.is_symlink()
@@ -124,7 +124,7 @@ def files_of(run: Path) -> list[Path]:
 
 
 def resumes(runs, tmp_path, data):
-    """After any damage to any file a run goes on exactly, or says what it lost, or says why it cannot."""
+    """After damage to any file a run resumes exactly, or reports what it lost, or raises an error."""
     saved, whole = runs
     copy = copy_of(saved, tmp_path)
     file = data.draw(st.sampled_from(files_of(copy)))
@@ -145,7 +145,7 @@ def resumes(runs, tmp_path, data):
 
 
 def loads(runs, tmp_path, data):
-    """Every way of loading, after any damage to any file: exactly one of the saved states, or an error."""
+    """After damage to any file every way of loading returns a saved state exactly, or raises an error."""
     saved, _ = runs
     copy = copy_of(saved, tmp_path)
     good = [load_checkpoint(file).state for file in sorted((saved / "checkpoints").glob("step_*.json"))]
@@ -175,7 +175,7 @@ def loads(runs, tmp_path, data):
 
 
 def agents(runs, tmp_path, data):
-    """An agent is loaded as it was, or not at all, or with a warning that its config has changed."""
+    """An agent is loaded exactly, or not at all, or with a warning that its config has changed."""
     saved, _ = runs
     copy = copy_of(saved, tmp_path)
     observation = np.ones((3, 4), np.float32)
@@ -225,7 +225,7 @@ def rows_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def reads(episodes, tmp_path, data):
-    """Episode files are read as they were, or not at all."""
+    """Episode files are read exactly, or not at all."""
     copy = copy_of(episodes, tmp_path)
     expected = rows_of(episodes)
     file = data.draw(st.sampled_from(sorted(copy.iterdir())))
@@ -248,15 +248,15 @@ test_episode_files_are_read_as_they_were_or_not_at_all = tried(reads, 40)
 
 @pytest.mark.learning
 @pytest.mark.parametrize(("check", "examples"), [(resumes, MANY // 4), (loads, MANY), (agents, MANY // 2)])
-def test_many_damages_to_runs(runs, tmp_path, check, examples):
+def test_random_damage_to_runs(runs, tmp_path, check, examples):
     tried(lambda data: check(runs, tmp_path, data), examples)()
 
 
 @pytest.mark.learning
-def test_many_damages_to_runs_with_episodes_on_disk(disk_runs, tmp_path):
+def test_random_damage_to_runs_with_episodes_on_disk(disk_runs, tmp_path):
     tried(lambda data: resumes(disk_runs, tmp_path, data), MANY // 4)()
 
 
 @pytest.mark.learning
-def test_many_damages_to_episodes(episodes, tmp_path):
+def test_random_damage_to_episodes(episodes, tmp_path):
     tried(lambda data: reads(episodes, tmp_path, data), 5 * MANY)()

@@ -1,4 +1,4 @@
-"""Mistakes are answered with one message that says what would have been right, and a traceback only on request."""
+"""Every error is one message with a suggestion; the traceback is shown only with --debug."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from rl_lab.cli import COMING, VERBS, main
-from rl_lab.errors import LabError, one_line, unexpected
-from rl_lab.utils.install import install_line
+from rl_lab.cli import NOT_YET_AVAILABLE, VERBS, main
+from rl_lab.errors import LabError, install_line, one_line, unexpected
 
 TINY = ["train", "debug=tiny", "logging.progress=off", "logging.tensorboard=false"]
 PHASE = "training.phases=[{name: only, %s}]"
 
-# What was wrong -> (words, what the message must have).
+# Mistake -> (arguments, parts of the message).
 MISTAKES = {
     "verb": (["trian"], ["no verb 'trian'", "Did you mean 'train'"]),
     "flag": (["train", "--multrun"], ["unrecognized", "Did you mean '--multirun'"]),
-    "experiment": ([*TINY, "experiment=dreamer_cartpol"], ["no experiment is called", "'dreamer_cartpole'"]),
-    "group": ([*TINY, "environment=cartpoel"], ["no environment is called", "'cartpole'"]),
+    "experiment": (
+        [*TINY, "experiment=dreamer_cartpol"],
+        ["experiment=dreamer_cartpol does not exist", "'dreamer_cartpole'"],
+    ),
+    "group": ([*TINY, "environment=cartpoel"], ["environment=cartpoel does not exist", "'cartpole'"]),
     "key": (
         [*TINY, "training.total_timestep=9"],
-        ["no key 'training.total_timestep'", "training.total_timesteps"],
+        ["training.total_timestep is not a known key", "training.total_timesteps"],
     ),
     "new key": (
         [*TINY, "+training.total_timestep=9"],
-        ["no key 'training.total_timestep'", "total_timesteps"],
+        ["training.total_timestep is not a known key", "total_timesteps"],
     ),
     "no value": ([*TINY, "training.threads"], ["'training.threads' cannot be read as key=value"]),
-    "whole number": ([*TINY, "algorithm.batch_size=many"], ["algorithm.batch_size must be a", "not 'many'"]),
+    "integer": ([*TINY, "algorithm.batch_size=many"], ["algorithm.batch_size must be a", "not 'many'"]),
     "flag value": (
         [*TINY, "training.capture=flase"],
         ["training.capture must be true or false", "Did you mean 'false'"],
@@ -51,11 +53,11 @@ MISTAKES = {
     "interpolation": ([*TINY, "algorithm.batch_size=${nowhere}"], ["does not resolve", "nowhere"]),
     "hook": (
         [*TINY, PHASE % "workflow_hooks: [collect, updte]"],
-        ["names a hook 'updte'", "Did you mean 'update'"],
+        ["unknown hook 'updte'", "Did you mean 'update'"],
     ),
     "buffer": (
         [*TINY, PHASE % "buffer: reply, workflow_hooks: [collect]"],
-        ["names a buffer 'reply'", "'replay'"],
+        ["unknown buffer 'reply'", "'replay'"],
     ),
     "class": (
         [*TINY, "workflow._target_=rl_lab.workflows.dreamer.workflow.Dreamr"],
@@ -67,17 +69,17 @@ MISTAKES = {
         [*TINY, "buffers.replay.capacity=4"],
         ["sequences of 5 rows do not fit", "capacity of at least"],
     ),
-    "device": ([*TINY, "experiment.device=cuda:7"], ["experiment.device is 'cuda:7'", "try auto"]),
+    "device": ([*TINY, "experiment.device=cuda:7"], ["experiment.device is 'cuda:7'", "use auto"]),
     "environment": ([*TINY, "environment.task=CartPole-v7"], ["CartPole"]),
-    "environments": ([*TINY, "environment.num_envs=none"], ["num_envs", "whole number"]),
-    "evaluation's": ([*TINY, "environment.eval.num_envs=none"], ["num_envs", "whole number"]),
+    "environments": ([*TINY, "environment.num_envs=none"], ["num_envs", "an integer"]),
+    "evaluation's": ([*TINY, "environment.eval.num_envs=none"], ["num_envs", "an integer"]),
     "package": ([*TINY, "wandb.mode=offline"], ["wandb", "pip install"]),
-    "folder": ([*TINY, "run_dir=/proc/nothing"], ["cannot make the run folder /proc/nothing"]),
-    "checkpoint": ([*TINY, "load.path=nowhere.pt"], ["there is no checkpoint nowhere.pt"]),
-    "run": (["resume", "nowhere"], ["no run at nowhere"]),
+    "folder": ([*TINY, "run_dir=/proc/nothing"], ["cannot create the run folder /proc/nothing"]),
+    "checkpoint": ([*TINY, "load.path=nowhere.pt"], ["nowhere.pt: there is no checkpoint of that name"]),
+    "run": (["resume", "nowhere"], ["nowhere is not a run"]),
     "sweep": (
         ["train", "-m", "debug=tiny", "training.thread=1,2"],
-        ["no key 'training.thread'", "training.threads"],
+        ["training.thread is not a known key", "training.threads"],
     ),
 }
 
@@ -88,7 +90,7 @@ def without_wandb(monkeypatch):
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_one_message_with_the_closest_right_one(mistake: str, capfd, without_wandb):
+def test_error_is_one_message_with_suggestion(mistake: str, capfd, without_wandb):
     words, expected = MISTAKES[mistake]
     assert main(words) == 1
     text = capfd.readouterr().err
@@ -99,7 +101,7 @@ def test_one_message_with_the_closest_right_one(mistake: str, capfd, without_wan
     assert list(Path("outputs").glob("*/*")) == [], "a mistake is no run"
 
 
-def test_a_missing_package_of_a_suite_names_the_line_that_installs_it(monkeypatch, capsys):
+def test_missing_suite_package_prints_install_command(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.split(".")[0] in ("crafter", "ale_py")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "crafter", None)
@@ -108,8 +110,8 @@ def test_a_missing_package_of_a_suite_names_the_line_that_installs_it(monkeypatc
     assert "needs the package 'crafter'" in text and install_line("crafter") in text
 
 
-@pytest.mark.parametrize("verb", sorted(set(VERBS) - set(COMING)))
-def test_every_verb_has_debug_and_says_so(verb: str, capsys):
+@pytest.mark.parametrize("verb", sorted(set(VERBS) - set(NOT_YET_AVAILABLE)))
+def test_every_verb_has_debug_flag(verb: str, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     assert "--debug" in capsys.readouterr().out
@@ -119,7 +121,7 @@ def test_every_verb_has_debug_and_says_so(verb: str, capsys):
     assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err or verb == "bench"
 
 
-def test_a_bug_is_one_message_too_unless_debugged(monkeypatch, capsys):
+def test_unexpected_error_is_one_message(monkeypatch, capsys):
     def fails(args):
         return {}["nothing"]
 
@@ -131,7 +133,7 @@ def test_a_bug_is_one_message_too_unless_debugged(monkeypatch, capsys):
         main(["doctor", "--debug"])
 
 
-def test_in_a_shell_the_traceback_comes_on_request_only(tmp_path: Path):
+def test_traceback_only_with_debug(tmp_path: Path):
     command = [sys.executable, "-m", "rl_lab", "train", "experiment=nothing"]
     plain, debugged = (
         subprocess.run([*command, *more], capture_output=True, text=True, cwd=tmp_path)
@@ -141,7 +143,7 @@ def test_in_a_shell_the_traceback_comes_on_request_only(tmp_path: Path):
     assert debugged.returncode == 1 and "Traceback" in debugged.stderr
 
 
-def test_exceptions_in_one_line():
+def test_one_line_and_unexpected():
     assert one_line(ValueError()) == "ValueError"
     assert one_line(ValueError("\n  first\nsecond")) == "ValueError: first"
     assert len(one_line(ValueError("x" * 1000))) < 320

@@ -1,4 +1,4 @@
-"""Data is data: nothing that is loaded can run code, and nothing that is written leaves the run folder."""
+"""Loading never runs code from a file, and writing never leaves the run folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sources() -> list[Path]:
 
 
 def called(node: ast.AST) -> str:
-    """`a.b.c` of a call's function; the last names, where it hangs on something else."""
+    """Return the function of a call as `a.b.c`, or its last names if it is not a plain name."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -83,7 +83,7 @@ def is_constant(node: ast.AST | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
-def test_no_load_path_runs_code():
+def test_no_unsafe_loading_calls():
     found = []
     for file in sources():
         known = file if file.is_relative_to(ROOT / "rl_lab") else ROOT / "rl_lab" / "other.py"
@@ -100,7 +100,7 @@ def test_no_load_path_runs_code():
 
 
 class Bomb:
-    """Unpickled, it leaves a mark."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -119,7 +119,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def loaded_bombs(mark: Path) -> dict[str, bytes]:
-    """The same bomb in every wrapping that a checkpoint might come in."""
+    """Return the same object in every format that a checkpoint may have."""
     bombs = {
         "pickle": pickle.dumps(Bomb(mark)),
         "dict": pickle.dumps({"version": 1, "components": Bomb(mark)}),
@@ -144,7 +144,7 @@ KINDS = ("pickle", "dict", "torch", "module", "script", "legacy")
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_with_code_in_it_is_refused(tmp_path: Path, kind: str):
+def test_checkpoint_with_code_is_refused(tmp_path: Path, kind: str):
     mark, file = tmp_path / "mark", tmp_path / "weights.pt"
     file.write_bytes(loaded_bombs(mark)[kind])
     with pytest.raises(LabError, match=r"refused|not a checkpoint") as caught:
@@ -153,7 +153,7 @@ def test_a_checkpoint_with_code_in_it_is_refused(tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("where", ["best.pt", "newest", "replay"])
-def test_no_verb_runs_what_a_run_folder_carries(run: Path, tmp_path: Path, where: str, capsys):
+def test_verbs_run_no_code_of_a_run_folder(run: Path, tmp_path: Path, where: str, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "copy", symlinks=True))
     checkpoints, mark = copy / "checkpoints", tmp_path / "mark"
     target = {
@@ -198,7 +198,7 @@ def test_episode_files_with_code_are_refused(tmp_path: Path):
     bombs = tmp_path / "bombs"
     bombs.mkdir()
     np.savez(bombs / "a.npz", **{**good, "rewards": np.array([Bomb(mark)] * 3, dtype=object)})
-    with pytest.raises(LabError, match="damaged or holds more than numbers"):
+    with pytest.raises(LabError, match="damaged or holds other objects than arrays"):
         OfflineBuffer(spec.row_columns(), path=bombs, spec=spec)
     (bombs / "a.npz").unlink()
     torch.save({**{k: torch.from_numpy(v) for k, v in good.items()}, "note": Bomb(mark)}, bombs / "a.pt")
@@ -207,7 +207,7 @@ def test_episode_files_with_code_are_refused(tmp_path: Path):
     assert not mark.exists()
 
 
-def test_a_zip_that_points_out_of_itself_writes_nothing(tmp_path: Path):
+def test_zip_with_outside_path_writes_nothing(tmp_path: Path):
     file = tmp_path / "weights.pt"
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("../../escaped/data.pkl", pickle.dumps({}))
@@ -223,13 +223,13 @@ def test_a_zip_that_points_out_of_itself_writes_nothing(tmp_path: Path):
 @pytest.mark.parametrize(
     "target", ["os.system", "builtins.eval", "subprocess.Popen", "shutil.rmtree", "importlib.import_module"]
 )
-def test_configs_cannot_build_functions_of_python_itself(target: str):
+def test_stdlib_targets_are_refused(target: str):
     config = OmegaConf.create({"components": {"extra": [{"deep": {"_target_": target, "command": "x"}}]}})
     with pytest.raises(LabError, match=f"_target_ is '{target}', of Python's standard library"):
         check_targets(config)
 
 
-def test_that_holds_for_new_configs_and_for_those_of_run_folders(run: Path, tmp_path: Path, capsys):
+def test_stdlib_targets_are_refused_in_all_configs(run: Path, tmp_path: Path, capsys):
     words = ["train", "debug=tiny", "logging.progress=off", f"run_dir={tmp_path / 'run'}"]
     assert main([*words, "+components.extra={_target_: os.system}"]) == 1
     assert "standard library" in capsys.readouterr().err
@@ -259,7 +259,7 @@ def test_config_files_are_plain_yaml(run: Path, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     "folder", ["..", "../..", "../checkpoints", "/tmp", "episodes/../../x", "link", "link/deep"]
 )
-def test_media_folders_cannot_leave_media(tmp_path: Path, folder: str):
+def test_media_folder_stays_inside_media(tmp_path: Path, folder: str):
     outside = tmp_path / "outside"
     outside.mkdir()
     with ExperimentLogger(tmp_path / "run", tensorboard=False) as logger:
@@ -270,7 +270,7 @@ def test_media_folders_cannot_leave_media(tmp_path: Path, folder: str):
     assert list(outside.iterdir()) == []
 
 
-def test_media_that_is_itself_a_link_out_of_the_run_is_not_followed(tmp_path: Path):
+def test_media_symlink_is_not_followed(tmp_path: Path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "run").mkdir()
@@ -286,7 +286,7 @@ def test_media_that_is_itself_a_link_out_of_the_run_is_not_followed(tmp_path: Pa
 @pytest.mark.parametrize(
     "name", ["../../up", "/etc/x", "a/../../b", "..", "", "x" * 500, "nul\0", "~/home", "a\nb"]
 )
-def test_names_of_media_become_plain_file_names(tmp_path: Path, name: str):
+def test_media_names_are_sanitized(tmp_path: Path, name: str):
     with ExperimentLogger(tmp_path / "run", tensorboard=False) as logger:
         file = logger.image(name, np.zeros((3, 4, 4), np.uint8), step=1, folder="recordings")
     assert file is not None and file.parent == tmp_path / "run" / "media" / "recordings"

@@ -1,4 +1,4 @@
-"""A run goes on when its environments fail, resumes exactly, and stops, saved, when they fail too often."""
+"""A run continues when environments fail, resumes exactly, and saves and stops after too many failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from same_run import assert_same_run, stopped_at
 import rl_lab
 from rl_lab.errors import ConfigError, EnvironmentFaultError
 from rl_lab.orchestration.orchestrator import Orchestrator
-from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.tools.evaluate import evaluate
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 
@@ -33,7 +33,7 @@ def sample_envs(monkeypatch):
 
 @pytest.fixture
 def kept(monkeypatch) -> list:
-    """Replay buffers of the runs that have finished."""
+    """Replay buffers of the finished runs."""
     buffers: list = []
     finish = Orchestrator._finish
     monkeypatch.setattr(
@@ -45,13 +45,13 @@ def kept(monkeypatch) -> list:
 
 
 def rows_of(buffer) -> dict[str, np.ndarray]:
-    """All stored rows, name -> (N, T, …)."""
+    """Return all stored rows, name -> (N, T, …)."""
     batch = buffer.read(buffer.oldest_position, buffer.total_rows - buffer.oldest_position)
     return {name: value.numpy() for name, value in batch.items() if value.dtype != torch.bfloat16}
 
 
 def faulty(**chances: float) -> list[str]:
-    """Words for an environment that fails by (repeatable) chance, any number of times."""
+    """Return overrides for an environment that fails at random, with a seed, without a limit."""
     words = [f"+environment.{name}={chance}" for name, chance in chances.items()]
     return [
         "environment=gym",
@@ -74,7 +74,7 @@ def metrics(run: Path) -> list[dict]:
     ],
     ids=["raises", "dies"],
 )
-def test_a_run_with_failures_is_counted_whole_and_resumes_exactly(words, tmp_path, monkeypatch, capsys, kept):
+def test_run_with_failures_resumes_exactly(words, tmp_path, monkeypatch, capsys, kept):
     rl_lab.train(None, [*TINY, *words, f"run_dir={tmp_path / 'whole'}"])
     said = capsys.readouterr().out
     restarts = [line["collect/env_restarts"] for line in metrics(tmp_path / "whole")]
@@ -97,16 +97,14 @@ def test_a_run_with_failures_is_counted_whole_and_resumes_exactly(words, tmp_pat
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_nothing_that_is_not_finite_is_stored_or_counted_and_the_run_resumes(
-    workers, tmp_path, monkeypatch, capsys, kept
-):
+def test_nonfinite_rows_are_not_stored(workers, tmp_path, monkeypatch, capsys, kept):
     words = [*faulty(raises=0.0, spoils=0.1, exits=0.02), f"environment.workers={workers}"]
     words += ["environment.normalize_observations=true"]
     whole = rl_lab.train(None, [*TINY, *words, f"run_dir={tmp_path / 'whole'}"])
     said = capsys.readouterr().out
     assert not whole.interrupted and metrics(whole.path)[-1]["collect/env_restarts"] > 5
-    assert "gave an unusable row: observation 'vector' has NaN or infinity at step" in said
-    assert "gave an unusable row: reward is inf, not a finite float32 number at step" in said
+    assert "returned an unusable row: observation 'vector' has NaN or infinity at step" in said
+    assert "returned an unusable row: reward is inf, not a finite float32 value at step" in said
     assert "raised SystemExit: 0: restarted" in said
     rows = rows_of(kept[0])
     assert all(np.isfinite(rows[name]).all() for name in ("obs/vector", "reward"))
@@ -117,14 +115,14 @@ def test_nothing_that_is_not_finite_is_stored_or_counted_and_the_run_resumes(
 
 
 def assert_resumes_exactly(words: list[str], folder: Path, monkeypatch) -> None:
-    """Half, stopped and resumed, equals the run in `folder / "whole"`."""
+    """Check that a stopped and resumed run equals the run in `folder / "whole"`."""
     with stopped_at(monkeypatch):
         assert rl_lab.train(None, [*TINY, *words, f"run_dir={folder / 'half'}"]).interrupted
     resume(folder / "half")
     assert_same_run(folder / "whole", folder / "half")
 
 
-def test_observation_statistics_resume_exactly_failures_included(tmp_path, monkeypatch, kept):
+def test_observation_statistics_resume_exactly(tmp_path, monkeypatch, kept):
     words = [*faulty(raises=0.05), "environment.normalize_observations=true", "environment.workers=2"]
     rl_lab.train(None, [*TINY, *words, f"run_dir={tmp_path / 'whole'}"])
     obs = rows_of(kept[0])["obs/vector"]
@@ -132,7 +130,7 @@ def test_observation_statistics_resume_exactly_failures_included(tmp_path, monke
     assert_resumes_exactly(words, tmp_path, monkeypatch)
 
 
-def test_a_storm_stops_the_run_with_a_checkpoint_and_the_traceback(tmp_path: Path):
+def test_too_many_failures_save_and_stop(tmp_path: Path):
     run = tmp_path / "run"
     words = [*TINY, *faulty(raises=0.2), "environment.restarts.limit=4", "training.total_timesteps=2000"]
     with pytest.raises(EnvironmentFaultError, match="after 4 restarts in 10 min") as caught:
@@ -147,15 +145,15 @@ def test_a_storm_stops_the_run_with_a_checkpoint_and_the_traceback(tmp_path: Pat
     assert again["global_step"] > state["global_step"]
 
 
-def test_evaluation_plays_on_when_its_environments_fail(tmp_path: Path, capsys):
+def test_evaluation_continues_after_failures(tmp_path: Path, capsys):
     words = [*faulty(raises=0.02), "environment.workers=0"]
     rl_lab.train(None, [*TINY, *words, f"run_dir={tmp_path}"])
     capsys.readouterr()
-    result = evaluate_run(tmp_path, episodes=12, device="cpu")
+    result = evaluate(tmp_path, episodes=12, device="cpu")
     assert len(result["returns"]) == 12 and "restarted with a new seed" in capsys.readouterr().out
 
 
-def test_observation_statistics_reach_evaluation_and_the_loaded_agent(tmp_path: Path, monkeypatch, kept):
+def test_observation_statistics_in_evaluation_and_agent(tmp_path: Path, monkeypatch, kept):
     words = ["environment.normalize_observations=true"]
     whole = rl_lab.train(None, [*DREAMS, *words, f"run_dir={tmp_path / 'whole'}"])
     agent = rl_lab.load_agent(whole.path, device="cpu")
@@ -189,7 +187,7 @@ def test_observation_statistics_reach_evaluation_and_the_loaded_agent(tmp_path: 
     monkeypatch.setattr(
         VectorEnv, "close", lambda env: (frozen.append(env.normalizer.get_state()), close(env))[1]
     )
-    evaluate_run(whole.path, episodes=2, device="cpu")
+    evaluate(whole.path, episodes=2, device="cpu")
     assert frozen and all(each["count"] == agent.normalizer.count for each in frozen)
     from rl_lab.build import build_evaluator
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import rl_lab
-from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.tools.evaluate import evaluate
 from rl_lab.tools.report.curves import Metrics
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 
 
-def test_dreamer_learns_which_action_the_cue_asks_for(tmp_path: Path):
+def test_dreamer_learns_cue(tmp_path: Path):
     """dummy/discrete: a random policy gets 1.3, the best 10. Six seeds of six got more than 8.5."""
     words = [
         "environment=dummy_discrete",
@@ -28,7 +28,7 @@ def test_dreamer_learns_which_action_the_cue_asks_for(tmp_path: Path):
 
 
 @pytest.mark.learning
-def test_dreamers_value_of_a_constant_reward_is_its_horizon(tmp_path: Path):
+def test_dreamer_value_of_constant_reward(tmp_path: Path):
     """Reward 1 for ever and a discount of 1 - 1/20: 20. Episodes are cut off, which must not look like an end."""
     words = [
         "environment.task=constant_env:Constant",
@@ -43,14 +43,14 @@ def test_dreamers_value_of_a_constant_reward_is_its_horizon(tmp_path: Path):
     assert 18.0 < values.y[-1] < 21.0
 
 
-def test_a_random_policy_does_not(tmp_path: Path):
+def test_random_policy_does_not_learn_cue(tmp_path: Path):
     words = ["environment=dummy_discrete", "environment.workers=0", "training.total_timesteps=500"]
     run = rl_lab.train("random_cartpole", [*words, *QUIET, f"run_dir={tmp_path / 'run'}"])
     assert run.return_mean is not None and run.return_mean < 3
 
 
 @pytest.mark.learning
-def test_dreamer_learns_through_the_dynamics(tmp_path: Path):
+def test_dreamer_learns_with_dynamics_gradient(tmp_path: Path):
     """dummy/continuous: a random policy gets about 1, the best 10."""
     words = ["environment=dummy_continuous", "environment.workers=0", "controllers.actor.gradient=dynamics"]
     words += ["training.total_timesteps=6000", "training.evaluate.every_env_steps=2000"]
@@ -59,17 +59,17 @@ def test_dreamer_learns_through_the_dynamics(tmp_path: Path):
 
 
 @pytest.mark.learning
-def test_dreamer_learns_to_catch_from_pictures(tmp_path: Path):
+def test_dreamer_learns_catch_from_pixels(tmp_path: Path):
     """dummy/catch at 16×16: a random policy gets about -1.5, the best 3."""
     run = rl_lab.train("dreamer_catch", [*QUIET, f"run_dir={tmp_path / 'run'}"])
-    result = evaluate_run(run.path, checkpoint="best", episodes=40, seed=1)
+    result = evaluate(run.path, checkpoint="best", episodes=40, seed=1)
     assert result["return_mean"] >= 1.5
 
 
 @pytest.mark.learning
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_default_experiment_balances_the_pole(seed: int, tmp_path: Path):
+def test_default_experiment_learns_cartpole(seed: int, tmp_path: Path):
     """At least 400 over 20 fresh episodes, with the checkpoint that did best on others during training."""
     run = rl_lab.train(None, [f"experiment.seed={seed}", *QUIET, f"run_dir={tmp_path / 'run'}"])
-    result = evaluate_run(run.path, checkpoint="best", episodes=20, seed=1)
+    result = evaluate(run.path, checkpoint="best", episodes=20, seed=1)
     assert result["return_mean"] >= 400

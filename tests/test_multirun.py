@@ -1,4 +1,4 @@
-"""Several seeds from one command: where the runs lie, what is said of them, and what a failure does."""
+"""Sweeps: folders, summary and failures of several runs from one command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rl_lab.cli import main
-from rl_lab.config.multirun import collect, multirun
+from rl_lab.config.multirun import multirun, read_sweep
 from rl_lab.errors import LabError
 from rl_lab.tools.report.runs import find_runs, load_runs
 
@@ -21,7 +21,7 @@ WORDS = ["+experiment=random_cartpole", "debug=tiny", "training.total_timesteps=
 WORDS += ["logging.tensorboard=false", "training.evaluate.every_env_steps=null"]
 
 
-def test_seeds_lie_together_and_count_as_one(tmp_path: Path, capsys):
+def test_seeds_share_a_folder_and_one_report(tmp_path: Path, capsys):
     closed, handler = [], logging.NullHandler()
     handler.close = lambda: closed.append(True)  # absl's would close the stream that it was made with
     sweep = multirun([*WORDS, "experiment.seed=0,1", f"output_root={tmp_path / 'here'}"])
@@ -35,19 +35,21 @@ def test_seeds_lie_together_and_count_as_one(tmp_path: Path, capsys):
     assert find_runs([], root=str(tmp_path / "here"))[0].path.parent == sweep.path
 
 
-def test_a_run_that_fails_does_not_stop_the_others_and_the_command_can_be_given_again(tmp_path: Path, capsys):
+def test_failed_run_does_not_stop_the_others(tmp_path: Path, capsys):
     folder = tmp_path / "sweep"
     words = [*WORDS, f"hydra.sweep.dir={folder}"]
     with pytest.raises(LabError, match=r"1 of 2 runs failed: run 0: environment.num_envs=0"):
         multirun([*words, "environment.num_envs=0,2"])
-    assert [run.name for run in collect(folder).runs] == ["1"] and list(collect(folder).failures) == ["0"]
+    assert [run.name for run in read_sweep(folder).runs] == ["1"] and list(read_sweep(folder).failures) == [
+        "0"
+    ]
     before = (folder / "1" / "metrics.jsonl").read_text()
     sweep = multirun([*words, "environment.num_envs=1,2"])  # what is done is not done again
     assert [run.name for run in sweep.runs] == ["0", "1"] and not sweep.failures
     assert (folder / "1" / "metrics.jsonl").read_text().startswith(before)
 
 
-def test_a_mistake_of_all_runs_is_said_once_before_any_begins(tmp_path: Path, capsys):
+def test_shared_error_is_reported_once(tmp_path: Path, capsys):
     words = ["train", "-m", *WORDS, "experiment.sed=0,1", f"output_root={tmp_path / 'here'}"]
     assert main(words) == 1
     assert capsys.readouterr().err.count("Did you mean 'experiment.seed'") == 1
@@ -55,7 +57,7 @@ def test_a_mistake_of_all_runs_is_said_once_before_any_begins(tmp_path: Path, ca
 
 
 @pytest.mark.learning  # processes that each load torch
-def test_side_by_side(tmp_path: Path):
+def test_parallel_launcher(tmp_path: Path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     command = [sys.executable, "-m", "rl_lab", "train", "-m", *WORDS, "experiment.seed=0,1"]
     command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=sweep"]
@@ -67,7 +69,7 @@ def test_side_by_side(tmp_path: Path):
 
 
 @pytest.mark.learning  # processes that each load torch
-def test_ctrl_c_stops_all_and_saves(tmp_path: Path):
+def test_ctrl_c_saves_and_stops_the_sweep(tmp_path: Path):
     words = [word for word in WORDS if "total_timesteps" not in word] + ["training.total_timesteps=10000000"]
     command = [
         sys.executable,
@@ -88,6 +90,6 @@ def test_ctrl_c_stops_all_and_saves(tmp_path: Path):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130 and "hydra.sweep.dir=sweep goes on" in errors
+    assert process.returncode == 130 and "hydra.sweep.dir=sweep continues" in errors
     assert list((tmp_path / "sweep" / "0" / "checkpoints").glob("step_*.json"))
     assert not (tmp_path / "sweep" / "1").exists()

@@ -1,4 +1,4 @@
-"""The newcomer's workflow of docs/howto/new_algorithm.md, extracted and trained: it learns, and resumes exactly."""
+"""The workflow of docs/howto/new_algorithm.md, extracted from the page: it learns and resumes exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "howto" / "new_algorithm.m
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch) -> Path:
-    """A user's folder made from the page: every block headed by `path`: is written to that path."""
+    """A project made from the page: every block with the heading `path`: is written to that path."""
     for path, _, block in re.findall(r"^`([\w/.]+)`:\n\n```(\w+)\n(.*?)^```", PAGE.read_text(), re.M | re.S):
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -30,13 +30,13 @@ def project(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_it_learns_cartpole(project: Path):
+def test_new_algorithm_learns_cartpole(project: Path):
     run = rl_lab.train("small_q_cartpole", ["logging.progress=off", "training.total_timesteps=6000"])
     assert run.counters["env_steps"] == 6000
     assert run.return_mean is not None and run.return_mean > 80  # a random policy gets 22
 
 
-def test_it_resumes_bit_for_bit(project: Path, monkeypatch):
+def test_new_algorithm_resumes_exactly(project: Path, monkeypatch):
     words = ["logging.progress=off", "logging.tensorboard=false", "training.total_timesteps=1200"]
     whole = rl_lab.train("small_q_cartpole", words)
     with stopped_at(monkeypatch, 700):

@@ -1,4 +1,4 @@
-"""Run folders that an earlier commit wrote can be evaluated, resumed, reported and played by the code of today."""
+"""Run folders of an earlier commit can be evaluated, resumed, reported and played with the current code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def last_state(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_old_run_resumes(name: str, runs: Path, capsys: pytest.CaptureFixture[str]):
+def test_old_run_resumes(name: str, runs: Path, capsys: pytest.CaptureFixture[str]):
     step, updates, later_updates, hooks = RUNS[name]
     before = last_state(runs / name)
     rows_before = (runs / name / "metrics.jsonl").read_text().splitlines()
@@ -71,9 +71,7 @@ def test_an_old_run_resumes(name: str, runs: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_old_run_is_evaluated_by_the_script_in_its_folder(
-    name: str, runs: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_old_run_eval_script(name: str, runs: Path, monkeypatch: pytest.MonkeyPatch):
     script = runs / name / "scripts" / "eval.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--episodes", "3", "--no-video"])
     with pytest.raises(SystemExit) as end:
@@ -87,7 +85,7 @@ def test_an_old_run_is_evaluated_by_the_script_in_its_folder(
 
 
 @pytest.mark.parametrize("checkpoint", ["last", "best"])
-def test_an_agent_of_an_old_run_has_the_weights_of_the_file(checkpoint: str, runs: Path):
+def test_old_agent_has_saved_weights(checkpoint: str, runs: Path):
     run = runs / "dreamer_cartpole"
     stored = torch.load(run / "checkpoints" / f"{checkpoint}.pt", weights_only=True)["controllers"]["actor"]
     agent = rl_lab.load_agent(run, checkpoint=checkpoint)
@@ -97,7 +95,7 @@ def test_an_agent_of_an_old_run_has_the_weights_of_the_file(checkpoint: str, run
     assert agent.act(np.zeros(4, dtype=np.float32)) in (0, 1)
 
 
-def test_old_runs_are_reported_with_the_numbers_that_they_logged(runs: Path):
+def test_report_on_old_runs(runs: Path):
     names = list(RUNS)
     out = runs / "page"
     assert main(["report", *(str(runs / name) for name in names), "--out", str(out), "--keys", "eval/*"]) == 0
@@ -107,7 +105,7 @@ def test_old_runs_are_reported_with_the_numbers_that_they_logged(runs: Path):
     assert (out / "curve.png").stat().st_size > 1000
 
 
-def test_an_agent_of_an_old_run_plays_in_its_world_model(runs: Path, monkeypatch: pytest.MonkeyPatch):
+def test_old_agent_in_world_model_env(runs: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     run = runs / "iris_catch"
     assert main(["play", str(run), "-a", "--video", "--steps", "5", "--ends", "never", "--seed", "1"]) == 0
@@ -117,7 +115,7 @@ def test_an_agent_of_an_old_run_plays_in_its_world_model(runs: Path, monkeypatch
         assert len(episode["actions"]) == 5
 
 
-def test_the_play_script_of_an_old_run_writes_a_video_of_the_environment(runs: Path):
+def test_old_run_play_script_writes_video(runs: Path):
     run = runs / "dreamer_cartpole"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""The README's commands run. What is stale there fails here."""
+"""The commands and the Python example of the README run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_python_example_runs(monkeypatch, tmp_path: Path):
     namespace["envs"].close()
 
 
-def test_the_makefile_has_what_the_readme_promises():
+def test_makefile_has_readme_targets():
     makefile = (ROOT / "Makefile").read_text()
     for target in ("demo:", "test:", "test-learning:", "lint:"):
         assert f"\n{target}" in makefile

@@ -1,4 +1,4 @@
-"""Stopped and resumed equals never stopped, bit for bit: by request, by signals and by kill -9."""
+"""A stopped and resumed run equals an uninterrupted one, bit for bit: after a request, a signal or kill -9."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
+def test_resumed_run_equals_uninterrupted_run(name: str, tmp_path: Path, monkeypatch):
     words = RUNS[name] + QUIET
     rl_lab.train(None, [*words, f"run_dir={tmp_path / 'whole'}"])
     with stopped_at(monkeypatch):
@@ -60,7 +60,7 @@ def start(folder: Path, *words: str, **options: Any) -> subprocess.Popen:
     return subprocess.Popen([*command, f"run_dir={folder}", *words], **options)
 
 
-def test_sigterm_saves_exits_zero_and_prints_the_resume_command(tmp_path: Path):
+def test_sigterm_saves_and_prints_resume_command(tmp_path: Path):
     process = start(tmp_path / "run", "training.total_timesteps=100000")
     deadline = time.monotonic() + 60
     while not list((tmp_path / "run").glob("checkpoints/step_*.json")) and time.monotonic() < deadline:
@@ -80,13 +80,13 @@ def is_saved(run: Path) -> bool:
 
 
 def take_terminal() -> None:
-    """In the child: a session of its own, whose terminal is stdin."""
+    """Start a new session in the child, with stdin as its terminal."""
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def test_a_closed_terminal_and_sigusr1_save_and_the_runs_go_on(tmp_path: Path):
-    """SIGHUP comes as a closed ssh sends it, SIGUSR1 as SLURM does: to all processes, environments included."""
+def test_sighup_and_sigusr1_save_and_resume(tmp_path: Path):
+    """SIGHUP as sent by a closed ssh connection, SIGUSR1 as sent by SLURM: to all processes, also environments."""
     hung, warned = tmp_path / "hung", tmp_path / "warned"
     words = (
         "training.total_timesteps=100000",
@@ -121,7 +121,7 @@ def last_saved(run: Path) -> int:
     return max((int(file.stem[5:]) for file in run.glob("checkpoints/step_*.json")), default=-1)
 
 
-def test_killed_at_random_moments_it_ends_the_same(tmp_path: Path):
+def test_killed_run_resumes_exactly(tmp_path: Path):
     """kill -9 and the same command again, until it has been killed often enough; then it may finish.
 
     The first kill comes while the process starts or begins to train, the others at random moments after it has saved anew.

@@ -1,4 +1,4 @@
-"""A failed start deletes nothing of the user's: neither in run_dir, nor in a sweep folder, nor at home."""
+"""A failed start and clean-up never delete files of the user, in run_dir or in a sweep folder."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_files_in_run_dir_survive_a_failed_start(
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
-def test_a_failed_start_removes_only_what_it_made(failure: str, tmp_path: Path, no_wandb: None) -> None:
+def test_failed_start_removes_only_its_files(failure: str, tmp_path: Path, no_wandb: None) -> None:
     (tmp_path / "empty").mkdir()
     for run_dir in (tmp_path / "new" / "run", tmp_path / "empty"):
         with pytest.raises(LabError):
@@ -67,9 +67,7 @@ def test_a_failed_start_removes_only_what_it_made(failure: str, tmp_path: Path, 
     assert (tmp_path / "empty").is_dir() and contents(tmp_path) == {}
 
 
-def test_a_file_put_into_the_new_folder_meanwhile_survives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_user_file_survives_failed_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create = RunFolder.create
 
     def create_and_add(self: RunFolder, *arguments: object) -> None:
@@ -84,9 +82,7 @@ def test_a_file_put_into_the_new_folder_meanwhile_survives(
 
 
 @pytest.mark.parametrize("failure", [FAILURES["sampler"], FAILURES["load"]])
-def test_a_sweep_leaves_the_users_folders(
-    failure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sweep_keeps_user_folders(failure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = users_files(tmp_path / "0")
     words = ["train", "-m", *TINY, f"hydra.sweep.dir={tmp_path}", "experiment.seed=0,1", failure]
     assert main(words) == 1
@@ -95,7 +91,7 @@ def test_a_sweep_leaves_the_users_folders(
     assert not (tmp_path / "1").exists()
 
 
-def test_a_start_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
+def test_killed_start_can_be_repeated(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     run.make()
     (run.path / ".lock").write_text("{}")
@@ -106,7 +102,7 @@ def test_a_start_that_was_killed_can_be_repeated(tmp_path: Path) -> None:
         run.check_free()
 
 
-def test_run_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_run_dir_must_not_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match=r"^run_dir="):
         train(None, [*TINY, f"run_dir={tmp_path / 'file'}"])
@@ -119,7 +115,7 @@ def _git(folder: Path, *words: str) -> None:
 
 
 def _package_in_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tracked: bool) -> Path:
-    """A repository with a copy of rl_lab's place in it; `code_state` is told that rl_lab lies there."""
+    """Create a repository with a copy of rl_lab's folder, and let `code_state` use it."""
     package = tmp_path / "rl_lab"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -131,23 +127,17 @@ def _package_in_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, t
     return tmp_path / "secret.txt"
 
 
-def test_code_state_of_a_repository_that_is_not_ours_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_state_ignores_foreign_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _package_in_repository(tmp_path, monkeypatch, tracked=False).write_text("password")
     assert "password" not in code_state() and "commit" not in code_state()
 
 
-def test_a_change_that_is_not_utf8_does_not_stop_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_state_accepts_non_utf8_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _package_in_repository(tmp_path, monkeypatch, tracked=True).write_bytes(b"caf\xe9 \xff\n")
     assert code_state().startswith("commit ") and "caf" in code_state()
 
 
-def test_the_current_folder_is_last_on_the_import_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_current_folder_is_last_on_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('shadowed')")
     (tmp_path / "yaml.py").write_text("raise SystemExit('shadowed')")
     code = (
@@ -165,8 +155,8 @@ def test_the_current_folder_is_last_on_the_import_path(
     assert done.returncode == 0, done.stderr
 
 
-def test_clean_up_leaves_files_that_are_not_ours(tmp_path: Path) -> None:
-    """A replay folder that the user moved to another disk, and files beside ours, survive training and resume."""
+def test_cleanup_keeps_user_files(tmp_path: Path) -> None:
+    """A replay folder that the user moved to another disk, and other files, survive training and resume."""
     words = [*TINY, f"run_dir={tmp_path / 'run'}"]
     train("dreamer_cartpole", [*words, "training.total_timesteps=40"])
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -187,7 +177,7 @@ def test_clean_up_leaves_files_that_are_not_ours(tmp_path: Path) -> None:
     assert (tmp_path / "disk" / "events.out.tfevents.1").read_text() == "mine"
 
 
-def test_clean_up_deletes_replay_files_that_no_checkpoint_names(tmp_path: Path) -> None:
+def test_cleanup_deletes_unreferenced_replay_files(tmp_path: Path) -> None:
     words = [*TINY, f"run_dir={tmp_path / 'run'}", "training.checkpoint.every_env_steps=20"]
     train("dreamer_cartpole", [*words, "training.total_timesteps=40"])
     replay = tmp_path / "run" / "checkpoints" / "replay" / "replay"

@@ -1,4 +1,4 @@
-"""Batches at fixed addresses: making them, and copying one into another."""
+"""Allocation and copies of batches, BatchStream (fixed addresses, prefetch) and DeferredWrites."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
 
 @dataclass(frozen=True)
 class MaskedIndex(RowIndex):
-    """Where a padded batch came from. A write-back to its padding would hit other episodes, so it is dropped."""
+    """RowIndex of a padded batch. Write-backs skip the padding, which would be rows of other episodes."""
 
-    mask: torch.Tensor | None = None  # (B, T) bool, the batch's own
+    mask: torch.Tensor | None = None  # (B, T) bool, the mask of the batch
 
 
 def allocate(
     columns: Mapping[str, ArraySpec], spec: BatchSpec, device: torch.device, pin: bool = False
 ) -> Batch:
-    """An empty batch for a BatchSpec: columns (B, T, …), index and, for padded sequences, mask."""
+    """Return a batch of zeros for a BatchSpec: columns (B, T, …), index and, for padded sequences, mask."""
     names = list(columns) if spec.keys is None else list(spec.keys)
     unknown = [name for name in names if name not in columns]
     if unknown:
-        raise ConfigError(f"the buffer has no column '{unknown[0]}'.{closest(unknown[0], columns)}")
+        raise ConfigError(f"column '{unknown[0]}' is not in the buffer.{closest(unknown[0], columns)}")
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin)
@@ -45,23 +45,24 @@ def allocate(
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
-    """Every tensor of a batch that `sample` fills, in a fixed order."""
+    """Return all tensors that `sample` fills, in a fixed order."""
     assert batch.index is not None
     mask = [] if batch.mask is None else [batch.mask]
     return [*batch.columns.values(), batch.index.stream, batch.index.position, *mask]
 
 
 def copy_batch(source: Batch, target: Batch) -> None:
-    """Copy into the target's addresses, without waiting when the source is pinned and the target on a GPU.
+    """Copy the tensors of `source` into those of `target`.
 
-    Towards the host the copy waits, because the host may read at once.
+    A copy to a GPU is non-blocking if the source is pinned. A copy to the host blocks, because the host may
+    read it immediately.
     """
     for here, there in zip(tensors(source), tensors(target), strict=True):
         there.copy_(here, non_blocking=there.is_cuda)
 
 
 def part(batch: Batch, begin: int, end: int) -> Batch:
-    """Sequences begin … end of a batch, as views of the same memory."""
+    """Return sequences begin … end of a batch as views."""
     assert batch.index is not None
     columns = {name: value[begin:end] for name, value in batch.columns.items()}
     index = part_of_index(batch.index, begin, end)
@@ -75,24 +76,24 @@ def part_of_index(index: RowIndex, begin: int, end: int) -> RowIndex:
     return RowIndex(stream, position)
 
 
-# --------------------
-# One consumer's batches: always at the same addresses, and on CUDA one ahead when rows are in host memory.
+# --- Prefetch -----------------------------------------------------------------------------------
 
 
 class BatchStream:
-    """Batches of one BatchSpec, from a buffer or a mix.
+    """Batches of one BatchSpec, from a buffer or a mix, always in the same tensors.
 
-        batch = stream.next()        # always the same tensors, with new content
+        batch = stream.next()        # the same tensors with new content
         …launch the update, write back…
-        stream.ahead()               # prefetch=1: fetch the next batch while the device is busy
+        stream.prefetch_next()       # prefetch=1: fetch the next batch while the device is busy
         …before a checkpoint…
-        stream.settle()
+        stream.drop_prefetched()
 
-    prefetch=0 draws when asked. prefetch=1 draws in `ahead()`, into pinned memory, and sends the batch on a side
-    stream. The host gathers the rows itself, before `ahead()` returns, so no later `add` can touch what it reads;
-    rows that live on the device are gathered there in order and need no prefetch.
+    prefetch=0 draws the batch in `next()`. prefetch=1 draws it in `prefetch_next()`, into pinned memory, and
+    copies it to the device on a side stream. The host gathers the rows before `prefetch_next()` returns, so a
+    later `add` cannot change them. Rows stored on the device are gathered there in order and need no
+    prefetch.
 
-    A stream that prefetches needs a generator of its own: it winds it back for a batch that nobody took.
+    A stream with prefetch needs its own generator, because `drop_prefetched()` resets the generator's state.
     """
 
     def __init__(
@@ -111,24 +112,24 @@ class BatchStream:
         assert self.batch.index is not None
         place = self.batch.index.stream.device
         self.prefetch = prefetch if buffer.storage_device.type == "cpu" else 0
-        self._before: torch.Tensor | None = None  # generator state before a batch that waits to be taken
+        self._before: torch.Tensor | None = None  # generator state before the prefetched batch
         if self.prefetch:
             self._gathered: Batch = buffer.make_batch(spec, device="cpu")
             self._sender = _Sender(buffer.make_batch(spec, device=place)) if place.type == "cuda" else None
 
     def next(self) -> Batch:
-        """The next batch. It stays valid until the call after this one."""
+        """Return the next batch. It is valid until the next call."""
         if self._before is None:
             return self.buffer.sample(self.spec, generator=self.generator, out=self.batch)
         self._before = None
         if self._sender is None:
             copy_batch(self._gathered, self.batch)
         else:
-            self._sender.deliver(self.batch)
+            self._sender.receive(self.batch)
         return self.batch
 
-    def ahead(self) -> None:
-        """Fetch the next batch now, if that is wanted, possible and not yet done."""
+    def prefetch_next(self) -> None:
+        """Prefetch the next batch if prefetch is on, the buffer is ready and no batch is prefetched yet."""
         if not self.prefetch or self._before is not None or not self.buffer.ready(self.spec):
             return
         if self._sender is not None:
@@ -140,54 +141,53 @@ class BatchStream:
         self._before = before
 
     def write_back(self, index: RowIndex, columns: Mapping[str, torch.Tensor], *, offset: int) -> None:
-        """Columns for the rows of a batch that was taken; see ReplayBuffer.write_back."""
+        """Write columns back to the rows of a batch; see ReplayBuffer.write_back."""
         self.buffer.write_back(index, columns, offset=offset)
 
-    def settle(self) -> None:
-        """Forget a batch that was fetched and not taken, as if it had never been drawn. Before a checkpoint."""
+    def drop_prefetched(self) -> None:
+        """Discard a prefetched batch and undo its draw. Call this before a checkpoint."""
         if self._before is not None:
             self.generator.set_state(self._before)
             self.buffer.undo(self.spec)
             self._before = None
 
     def state(self) -> torch.Tensor:
-        """The generator's state for a checkpoint: the one from which the next batch to be taken is drawn."""
+        """Return the generator state for a checkpoint: the state from which `next()` draws its batch."""
         return self.generator.get_state() if self._before is None else self._before
 
 
 class _Sender:
-    """Host to device on a side stream: pinned memory -> landing place -> the consumer's batch.
+    """Copies batches to the device on a side stream: pinned memory -> device batch -> the consumer's batch.
 
-    The landing place lets a batch arrive while the consumer still reads the one before.
+    The intermediate device batch is filled while the consumer still reads the previous batch.
     """
 
-    def __init__(self, landing: Batch) -> None:
-        self._landing = landing
-        self._side = torch.cuda.Stream()
+    def __init__(self, device_batch: Batch) -> None:
+        self._device_batch = device_batch
+        self._stream = torch.cuda.Stream()
         self._sent, self._free = torch.cuda.Event(), torch.cuda.Event()
         self._free.record()
 
     def wait(self) -> None:
-        """Until the host may write to the pinned memory again."""
+        """Wait until the host may write to the pinned memory again."""
         self._sent.synchronize()
 
     def send(self, source: Batch) -> None:
-        with torch.cuda.stream(self._side):
-            self._side.wait_event(self._free)
-            copy_batch(source, self._landing)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._free)
+            copy_batch(source, self._device_batch)
             self._sent.record()
 
-    def deliver(self, target: Batch) -> None:
+    def receive(self, target: Batch) -> None:
         torch.cuda.current_stream().wait_event(self._sent)
-        copy_batch(self._landing, target)
+        copy_batch(self._device_batch, target)
         self._free.record()
 
 
-# --------------------
-# Write-backs from a GPU to rows in host memory, without making the host wait for the GPU.
+# --- Deferred writes ----------------------------------------------------------------------------
 
 
-MOST_WAITING = 2  # write-backs on their way before the host waits for the oldest
+MAX_PENDING = 2  # write-backs being copied before the host waits for the oldest
 
 Apply = Callable[[RowIndex, Mapping[str, torch.Tensor], int], None]
 
@@ -200,15 +200,16 @@ class _Write:
     arrived: torch.cuda.Event
 
 
-class LateWrites:
-    """Copies to pinned memory are started at once and applied, in order, when they have arrived.
+class DeferredWrites:
+    """Writes from a GPU to rows in host memory, without a wait for the GPU.
 
-    Rows that were overwritten in the meantime are dropped when the write is applied.
+    `push` starts a copy to pinned memory; `flush` applies the copies that are complete, in order. Rows
+    overwritten in the meantime are skipped when a write is applied.
     """
 
     def __init__(self, apply: Apply) -> None:
         self._apply = apply
-        self._waiting: deque[_Write] = deque()
+        self._pending: deque[_Write] = deque()
 
     def push(self, index: RowIndex, columns: Mapping[str, torch.Tensor], offset: int) -> None:
         mask = index.mask if isinstance(index, MaskedIndex) else None
@@ -218,18 +219,18 @@ class LateWrites:
         event = torch.cuda.Event()
         write = _Write(here, {name: _fetch(value) for name, value in columns.items()}, offset, event)
         event.record()
-        self._waiting.append(write)
-        self.settle(leave=MOST_WAITING)
+        self._pending.append(write)
+        self.flush(max_pending=MAX_PENDING)
 
-    def settle(self, leave: int = 0) -> None:
-        """Apply what has arrived, and wait for the oldest while more than `leave` are on their way."""
-        while self._waiting and (len(self._waiting) > leave or self._waiting[0].arrived.query()):
-            write = self._waiting.popleft()
+    def flush(self, max_pending: int = 0) -> None:
+        """Apply complete writes; wait for the oldest while more than `max_pending` are incomplete."""
+        while self._pending and (len(self._pending) > max_pending or self._pending[0].arrived.query()):
+            write = self._pending.popleft()
             write.arrived.synchronize()
             self._apply(write.index, write.columns, write.offset)
 
 
 def _fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned host copy, on its way."""
+    """Start a non-blocking copy to pinned host memory."""
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor.detach(), non_blocking=True)

@@ -1,9 +1,14 @@
-"""Rows of a ring in files, so that saving again writes only what is new.
+"""ChunkFiles: the rows of a ring in checkpoint files, of which each save writes only the new ones.
 
-Columns that never change are written once, in chunks of `chunk_rows` positions × all streams, named by their
-number: `chunk-00000012.pt`. The chunk still being filled is `tail-<cursor>.pt`. Columns that change later
-(latents, priorities) lie beside them, per chunk, as `mutable-00000012-<save>.pt`, again only where touched. No file
-that a restored or earlier checkpoint names is written over; files that no kept checkpoint names may be deleted.
+Columns that never change are written once, in chunks of `chunk_rows` positions × all streams:
+`chunk-00000012.pt`. The incomplete last chunk is `tail-<cursor>.pt`. Mutable columns (latents, priorities)
+are stored per chunk as `mutable-00000012-<save>.pt`, and only written again if they changed. A save never
+overwrites a file of an earlier or restored checkpoint; files that no kept checkpoint lists may be deleted.
+
+`plan_restore` finds the rows that can be restored: all of them or, if asked, those in intact files. In the
+second case the rows before and after a lost file become adjacent, and the first row after the gap gets
+`is_first`, so that it does not continue an earlier episode. The rows get positions that were never used, so
+later files have new names and an old RowIndex matches no row.
 """
 
 from __future__ import annotations
@@ -21,44 +26,44 @@ from rl_lab.errors import CheckpointError
 from rl_lab.records import ArraySpec
 from rl_lab.utils.files import crc32_of, write_atomic
 
-FORMAT = 1  # of an entry's meta
+FORMAT = 1  # of the entry's meta
 
 Rows = dict[str, torch.Tensor]  # name -> (N, count, …) on the host
 Read = Callable[[Sequence[str], int, int], Rows]  # columns, first position, position after the last
 
 
 class ChunkFiles:
-    """Knows which files of one folder already hold which rows."""
+    """Tracks which files of one folder hold which rows."""
 
     def __init__(self, chunk_rows: int) -> None:
         self.chunk_rows = chunk_rows
         self.saves = 0
         self._folder: Path | None = None
         self._known: dict[str, dict[str, int]] = {}  # file name -> bytes, crc32, start, end
-        self._mutable: dict[int, str] = {}  # chunk -> file that holds its mutable columns as they are now
+        self._mutable: dict[int, str] = {}  # chunk -> file with the current values of its mutable columns
 
     def touch(self, begin: int, end: int) -> None:
-        """Mutable columns changed at these positions."""
+        """Mark the mutable columns at these positions as changed."""
         for chunk in range(begin // self.chunk_rows, (end - 1) // self.chunk_rows + 1):
             self._mutable.pop(chunk, None)
 
     def touch_all(self) -> None:
         self._mutable.clear()
 
-    def forget(self) -> None:
-        """Trust no file written so far; the next save writes all rows, under names that are not taken."""
+    def ignore_written(self) -> None:
+        """Ignore all files written so far; the next save writes all rows to files with new names."""
         self._folder = None
 
     def save(
         self, folder: Path, layout: Mapping[str, Any], begin: int, end: int, read: Read
     ) -> dict[str, Any]:
-        """Bring the folder up to positions begin … end of a ring laid out as `layout` says.
+        """Write the missing files for positions begin … end of a ring. layout: see ReplayBuffer._layout
 
-        returns: {"files": {name: {"bytes", "crc32"}}, "meta": …}, JSON-able
+        returns: {"files": {name: {"bytes", "crc32"}}, "meta": …}, JSON-serializable
         """
         mutable = [*layout["mutable"], *layout["added"]]
         fixed = [name for name in layout["columns"] if name not in mutable]
-        if self._folder != folder.resolve():  # another folder has none of our files
+        if self._folder != folder.resolve():  # a new folder has none of these files
             self._folder, self._known = folder.resolve(), {}
             self.touch_all()
         self.saves += 1
@@ -73,8 +78,8 @@ class ChunkFiles:
 
         for chunk, first, last in self._chunks(begin, end):
             if fixed:
-                whole = last == (chunk + 1) * self.chunk_rows
-                name = f"chunk-{chunk:08d}.pt" if whole else f"tail-{last:012d}.pt"
+                complete = last == (chunk + 1) * self.chunk_rows
+                name = f"chunk-{chunk:08d}.pt" if complete else f"tail-{last:012d}.pt"
                 keep("fixed", name, fixed, first, last)
             if mutable:
                 name = self._mutable.setdefault(chunk, f"mutable-{chunk:08d}-{self.saves:08d}.pt")
@@ -90,13 +95,13 @@ class ChunkFiles:
     def load(
         self, folder: Path, entry: Mapping[str, Any], layout: Mapping[str, Any]
     ) -> Iterator[tuple[int, int, Rows]]:
-        """Start, end and rows of every file of a saved entry; then saving goes on from there."""
+        """Yield start, end and rows of every file of a saved entry; later saves reuse these files."""
         meta, files = entry["meta"], entry["files"]
         for kind in ("fixed", "mutable"):
             for name, start, end in meta["parts"][kind]:
                 if name not in files or Path(name).name != name:
                     raise CheckpointError(
-                        f"the replay's list of files is damaged: '{name}' is not one of them"
+                        f"replay file '{name}' is not in the checkpoint's list of files; resume from another checkpoint"
                     )
                 rows = _read(folder / name, files[name]["bytes"], start)
                 _check_shapes(folder / name, rows, meta, end - start)
@@ -116,25 +121,27 @@ class ChunkFiles:
 
 
 def check_layout(meta: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
-    """CheckpointError, with both sides, unless saved rows fit a ring of this layout. Added columns may differ."""
+    """Raise CheckpointError unless the saved rows fit a ring of this layout. Added columns may differ."""
     if "num_streams" not in meta or "capacity" not in meta:
-        raise CheckpointError("what was saved is not a ring of rows: the run had another kind of buffer")
+        raise CheckpointError(
+            "buffer: the saved replay is not a ring buffer; use the buffer type of the saved run"
+        )
     if meta.get("format") != FORMAT:
         raise CheckpointError(
-            f"replay of format {meta.get('format')} cannot be read; this version reads {FORMAT}"
+            f"replay format {meta.get('format')} cannot be read; this version reads {FORMAT}"
         )
     for what in ("num_streams", "capacity"):
         if meta[what] != layout[what]:
             raise CheckpointError(
                 f"the saved replay has {what} {meta[what]}, but this run's config asks for {layout[what]}: "
-                "set it back, or start a new run"
+                "restore the saved value, or start a new run"
             )
     here, saved = (
         {n: ArraySpec.from_dict(spec) for n, spec in side["columns"].items() if n not in side["added"]}
         for side in (layout, meta)
     )
     if differ := differences(here, saved):
-        raise CheckpointError(f"the saved replay has other columns: {'; '.join(differ)}")
+        raise CheckpointError(f"columns of the saved replay differ: {'; '.join(differ)}")
 
 
 def _check_shapes(path: Path, rows: Rows, meta: Mapping[str, Any], count: int) -> None:
@@ -142,7 +149,7 @@ def _check_shapes(path: Path, rows: Rows, meta: Mapping[str, Any], count: int) -
         expected = (meta["num_streams"], count, *meta["columns"].get(name, {}).get("shape", ()))
         if name not in meta["columns"] or tuple(value.shape) != expected:
             raise CheckpointError(
-                f"replay file {path} holds '{name}' as {tuple(value.shape)}, where {expected} was saved: it is damaged"
+                f"replay file {path} has '{name}' of shape {tuple(value.shape)}, not {expected}: it is damaged"
             )
 
 
@@ -152,7 +159,7 @@ def _write(path: Path, rows: Rows, start: int, end: int) -> dict[str, int]:
 
 
 def _read(path: Path, size: int, start: int) -> Rows:
-    """Rows of one file, mapped rather than read, so that loading needs no second copy in memory."""
+    """Return the rows of one file, memory-mapped to avoid a second copy in memory."""
     try:
         if path.stat().st_size != size:
             raise CheckpointError(
@@ -166,7 +173,7 @@ def _read(path: Path, size: int, start: int) -> Rows:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"replay file {path} is missing") from None
-    except Exception as error:  # whatever a damaged file makes of the reader
+    except Exception as error:  # torch.load raises many types for damaged files
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
             f"replay file {path} cannot be read: it is damaged ({reason[0][:200]})"
@@ -174,22 +181,17 @@ def _read(path: Path, size: int, start: int) -> Rows:
     return rows
 
 
-# --------------------
-# What of a saved ring can be put back: all of its rows, or, if asked, those whose files are still whole.
-#
-# Rows around a lost file are moved together, and the first row behind a gap is marked `is_first`, so that nothing
-# that happened before the gap is taken for its past. The rows then get positions that were never used before: files
-# that are written later have new names, and whatever remembers an old position finds it gone.
+# --- Partial restore ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Lost:
-    """A file that could not be used, and what was in it."""
+class LostFile:
+    """A damaged or missing file, and the rows that were lost with it."""
 
     file: str
-    rows: int  # over all streams
+    rows: int  # of all streams
     reason: str
-    episodes: int = 0  # where they are counted
+    episodes: int = 0  # 0: not counted
 
     def __str__(self) -> str:
         what = (
@@ -199,84 +201,84 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which rows of a saved ring go where.
+class RestorePlan:
+    """Maps the rows of a saved ring to positions in this ring.
 
-    entry:      what is read: the saved entry, without damaged files
-    spans:      (first position there, position after the last there, first position here), in order
+    entry:      the saved entry without damaged files
+    spans:      (first saved position, saved position after the last, first new position), in order
     """
 
     entry: Mapping[str, Any]
     spans: list[tuple[int, int, int]]
-    first: int  # position here of the oldest row
-    cursor: int  # position here behind the newest row
-    beginnings: list[int] = field(default_factory=list)  # rows here that come right after a gap
-    gap_behind: bool = False  # the newest rows are lost: the next row to be added comes right after a gap
-    lost: list[Lost] = field(default_factory=list)
-    partial: bool = False  # rows that no file holds stay as they are
+    first: int  # new position of the oldest row
+    cursor: int  # new position after the newest row
+    after_gap: list[int] = field(default_factory=list)  # new positions of the rows after a gap
+    gap_behind: bool = False  # the newest rows are lost: the next row to be added follows a gap
+    lost: list[LostFile] = field(default_factory=list)
+    partial: bool = False  # rows that are in no file keep their values
 
     @property
     def rows(self) -> int:
         return self.cursor - self.first
 
     def moves(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """First row, row after the last, and their position here, of the wanted rows in a file of start … end."""
-        for first, last, here in self.spans:
+        """Yield first row, row after the last and new position of the rows in a file of start … end."""
+        for first, last, target in self.spans:
             low, high = max(start, first), min(end, last)
             if low < high:
-                yield low, high, here + low - first
+                yield low, high, target + low - first
 
 
-def plan_restore(folder: Path, entry: Mapping[str, Any], capacity: int, *, skip_corrupt: bool) -> Plan:
-    """How to restore an entry of ChunkFiles into a ring of `capacity` rows per stream."""
+def plan_restore(folder: Path, entry: Mapping[str, Any], capacity: int, *, skip_corrupt: bool) -> RestorePlan:
+    """Plan the restore of an entry of ChunkFiles into a ring of `capacity` rows per stream."""
     meta = entry["meta"]
     cursor = int(meta["cursor"])
     begin = max(int(meta.get("begin", 0)), cursor - capacity)
     gap_behind = bool(meta.get("gap_behind", False))
     damaged = find_damaged(folder, entry) if skip_corrupt else {}
     if not damaged:
-        return Plan(entry, [(begin, cursor, begin)], begin, cursor, gap_behind=gap_behind)
+        return RestorePlan(entry, [(begin, cursor, begin)], begin, cursor, gap_behind=gap_behind)
     holes, lost = [], []
     for kind in ("fixed", "mutable"):
         for name, start, end in meta["parts"][kind]:
             if name in damaged:
                 low, high = max(start, begin), min(end, cursor)
                 holes.append((low, high))
-                lost.append(Lost(name, max(0, high - low) * int(meta["num_streams"]), damaged[name]))
+                lost.append(LostFile(name, max(0, high - low) * int(meta["num_streams"]), damaged[name]))
     kept = _between(begin, cursor, sorted(holes))
     marked = "is_first" in meta["columns"]
-    if not marked:  # a gap could not be
+    if not marked:  # without is_first a gap cannot be marked
         kept = [span for span in kept[-1:] if span[1] == cursor]
     chunk = int(meta["chunk_rows"])
-    first = here = -(-cursor // chunk) * chunk
-    spans, beginnings = [], []
+    first = target = -(-cursor // chunk) * chunk
+    spans, after_gap = [], []
     for low, high in kept:
-        spans.append((low, high, here))
+        spans.append((low, high, target))
         if low > begin and marked:
-            beginnings.append(here)
-        here += high - low
+            after_gap.append(target)
+        target += high - low
     cut = gap_behind or not kept or kept[-1][1] < cursor
     parts = {kind: [part for part in meta["parts"][kind] if part[0] not in damaged] for kind in meta["parts"]}
     readable = {**entry, "meta": {**meta, "parts": parts}}
-    return Plan(readable, spans, first, here, beginnings, cut, lost)
+    return RestorePlan(readable, spans, first, target, after_gap, cut, lost)
 
 
-def put_back(plan: Plan, files: Iterable[tuple[int, int, Rows]], columns: Columns) -> None:
-    """Write the rows of each file (start, end, name -> (N, count, …)) to where the plan wants them."""
+def restore_rows(plan: RestorePlan, files: Iterable[tuple[int, int, Rows]], columns: Columns) -> None:
+    """Write the rows of each file (start, end, name -> (N, count, …)) to the positions of the plan."""
     found = dict.fromkeys(plan.entry["meta"]["columns"], 0)
     for start, end, rows in files:
-        for first, last, here in plan.moves(start, end):
+        for first, last, target in plan.moves(start, end):
             for name, value in rows.items():
-                columns.write(name, here, value[:, first - start : last - start])
+                columns.write(name, target, value[:, first - start : last - start])
                 found[name] += last - first
     if not plan.partial and any(count != plan.rows for count in found.values()):
-        raise CheckpointError(f"the replay's files do not hold all of its {plan.rows} rows: {found}")
-    for position in plan.beginnings:
+        raise CheckpointError(f"replay files do not hold all of the {plan.rows} rows: {found}")
+    for position in plan.after_gap:
         columns.write("is_first", position, torch.ones(columns.num_streams, 1, dtype=torch.bool))
 
 
 def find_damaged(folder: Path, entry: Mapping[str, Any], *, sizes_only: bool = False) -> dict[str, str]:
-    """File -> what is wrong with it, for those of an entry that are not what was written."""
+    """Return file -> reason for each damaged or missing file of an entry."""
     found = {}
     for name, facts in entry["files"].items():
         path = folder / Path(name).name
@@ -294,12 +296,12 @@ def find_damaged(folder: Path, entry: Mapping[str, Any], *, sizes_only: bool = F
 
 
 def _between(begin: int, end: int, holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What is left of begin … end without the holes."""
-    left, position = [], begin
+    """Return the spans of begin … end outside the holes."""
+    kept, position = [], begin
     for low, high in holes:
         if low > position:
-            left.append((position, low))
+            kept.append((position, low))
         position = max(position, high)
     if position < end:
-        left.append((position, end))
-    return left
+        kept.append((position, end))
+    return kept

@@ -1,4 +1,4 @@
-"""Batches drawn from several buffers at once, in fixed shares."""
+"""BufferMix: batches drawn from several buffers in fixed proportions."""
 
 from __future__ import annotations
 
@@ -15,54 +15,52 @@ from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
 
 
 def shares(weights: list[float], size: int) -> list[int]:
-    """Split `size` by weight into whole numbers, by largest remainder (ties go to the first)."""
+    """Split `size` into integers in proportion to the weights, by largest remainder (ties: the first)."""
     total = sum(weights)
     exact = [size * weight / total for weight in weights]
-    whole = [math.floor(value) for value in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda i: (whole[i] - exact[i], i))
-    for i in by_remainder[: size - sum(whole)]:
-        whole[i] += 1
-    return whole
+    counts = [math.floor(value) for value in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: size - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 class BufferMix:
-    """{name: (buffer, weight)} as one buffer to sample from. The sequences of a batch lie in the order of names.
+    """Samples from several buffers, {name: (buffer, weight)}. Sequences are in the order of the names.
 
-    `RowIndex.buffer` gives each sequence's buffer, as its place among the names. Rows are added to the buffers
-    themselves. Columns are those that all buffers have.
+    `RowIndex.buffer` is the index of each sequence's buffer. Rows are added to the buffers directly. The mix
+    has the columns that all buffers have.
     """
 
     def __init__(self, buffers: Mapping[str, tuple[Any, float]]) -> None:
         if not buffers or any(weight <= 0 for _, weight in buffers.values()):
-            raise ConfigError(
-                f"a mix needs buffers with weights above 0, not {[w for _, w in buffers.values()]}"
-            )
+            raise ConfigError(f"buffer weights must be above 0, not {[w for _, w in buffers.values()]}")
         self.names = list(buffers)
         self.buffers = [buffer for buffer, _ in buffers.values()]
         self.weights = [float(weight) for _, weight in buffers.values()]
         self.device: torch.device = self.buffers[0].device
         if any(buffer.device != self.device for buffer in self.buffers):
             raise ConfigError(
-                f"the buffers of a mix are on different devices: {[b.device for b in self.buffers]}"
+                f"buffers of a mix must be on one device, not on {[b.device for b in self.buffers]}"
             )
 
     @property
     def columns(self) -> dict[str, ArraySpec]:
-        """Columns that every buffer has; one that differs between them is an error."""
+        """Columns that every buffer has; ConfigError if shape or dtype differ between buffers."""
         common = set.intersection(*(set(buffer.columns) for buffer in self.buffers))
         for name in sorted(common):
             for other, buffer in zip(self.names, self.buffers):
-                mine, its = self.buffers[0].columns[name], buffer.columns[name]
-                if mine != its:
+                first, second = self.buffers[0].columns[name], buffer.columns[name]
+                if first != second:
                     raise ConfigError(
-                        f"column '{name}' is {mine.dtype} {mine.shape} in buffer '{self.names[0]}', but {its.dtype} "
-                        f"{its.shape} in '{other}'"
+                        f"column '{name}' is {first.dtype} {first.shape} in buffer '{self.names[0]}', but {second.dtype} "
+                        f"{second.shape} in '{other}'"
                     )
         return {name: spec for name, spec in self.buffers[0].columns.items() if name in common}
 
     @property
     def storage_device(self) -> torch.device:
-        """The host only if all rows are there."""
+        """The host if all buffers store their rows there, else the first other device."""
         devices = [buffer.storage_device for buffer in self.buffers]
         return next((device for device in devices if device.type != "cpu"), devices[0])
 
@@ -74,11 +72,11 @@ class BufferMix:
         return "; ".join(f"{name}: {buffer.describe()}" for name, buffer in zip(self.names, self.buffers))
 
     def ready(self, spec: BatchSpec) -> bool:
-        # A list, so that each buffer is asked and starts its sampler's queue.
-        return all([buffer.ready(its) for _, buffer, its, _, _ in self._split(spec)])
+        # A list, so that every buffer creates its sampler and fills the sampler's queue from now on.
+        return all([buffer.ready(part_spec) for _, buffer, part_spec, _, _ in self._split(spec)])
 
     def shortage(self, spec: BatchSpec) -> str:
-        reasons = [(name, buffer.shortage(its)) for name, buffer, its, _, _ in self._split(spec)]
+        reasons = [(name, buffer.shortage(part_spec)) for name, buffer, part_spec, _, _ in self._split(spec)]
         return "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
 
     def make_batch(self, spec: BatchSpec, *, device: torch.device | str | None = None) -> Batch:
@@ -88,33 +86,33 @@ class BufferMix:
         batch = allocate(self.columns, spec, place, pin)
         assert batch.index is not None
         counts = torch.tensor(shares(self.weights, spec.size))
-        which = torch.repeat_interleave(torch.arange(len(counts)), counts).to(place)
+        buffer_index = torch.repeat_interleave(torch.arange(len(counts)), counts).to(place)
         stream, position = batch.index.stream, batch.index.position
         if batch.mask is not None:
-            return Batch(batch.columns, MaskedIndex(stream, position, which, batch.mask), batch.mask)
-        return Batch(batch.columns, RowIndex(stream, position, which))
+            return Batch(batch.columns, MaskedIndex(stream, position, buffer_index, batch.mask), batch.mask)
+        return Batch(batch.columns, RowIndex(stream, position, buffer_index))
 
     def sample(self, spec: BatchSpec, *, generator: torch.Generator, out: Batch | None = None) -> Batch:
         out = self.make_batch(spec) if out is None else out
-        for _, buffer, its, begin, end in self._split(spec):
-            its = replace(its, keys=tuple(out.columns))
-            buffer.sample(its, generator=generator, out=part(out, begin, end))
+        for _, buffer, part_spec, begin, end in self._split(spec):
+            part_spec = replace(part_spec, keys=tuple(out.columns))
+            buffer.sample(part_spec, generator=generator, out=part(out, begin, end))
         return out
 
     def undo(self, spec: BatchSpec) -> None:
-        for _, buffer, its, _, _ in self._split(spec):
-            buffer.undo(its)
+        for _, buffer, part_spec, _, _ in self._split(spec):
+            buffer.undo(part_spec)
 
     def write_back(self, index: RowIndex, columns: Mapping[str, torch.Tensor], *, offset: int) -> None:
         begin = 0
         for buffer, count in zip(self.buffers, shares(self.weights, len(index.stream))):
             if count:
-                its = {name: value[begin : begin + count] for name, value in columns.items()}
-                buffer.write_back(part_of_index(index, begin, begin + count), its, offset=offset)
+                values = {name: value[begin : begin + count] for name, value in columns.items()}
+                buffer.write_back(part_of_index(index, begin, begin + count), values, offset=offset)
             begin += count
 
     def _split(self, spec: BatchSpec) -> Iterator[tuple[str, Any, BatchSpec, int, int]]:
-        """Name, buffer, its BatchSpec, and its place in the batch, for each buffer that has a share."""
+        """Yield name, buffer, BatchSpec, begin and end in the batch, for each buffer with sequences."""
         begin = 0
         for name, buffer, count in zip(self.names, self.buffers, shares(self.weights, spec.size)):
             if count:

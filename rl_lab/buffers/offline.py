@@ -1,4 +1,4 @@
-"""Stored data to train on: episodes in files, or the replay of another run. Its rows never change."""
+"""OfflineBuffer: read-only training data from episode files or from the replay of another run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rl_lab.buffers.chunk_files import FORMAT, ChunkFiles, Lost, Plan
+from rl_lab.buffers.chunk_files import FORMAT, ChunkFiles, LostFile, RestorePlan
 from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
 from rl_lab.buffers.episodes.buffer import episode_folder
 from rl_lab.buffers.episodes.store import EpisodeStore
@@ -28,232 +28,14 @@ from rl_lab.utils.checkpoint.loading import load_checkpoint
 from rl_lab.utils.checkpoint.manifest import REPLAY_FOLDER
 from rl_lab.utils.checkpoint.saveable import load_data
 
-# --------------------
-# The replay that another run saved, as rows.
-
-
-@dataclass(frozen=True)
-class SavedBuffer:
-    """One buffer of a checkpoint, and where its files are."""
-
-    checkpoint: Path
-    folder: Path
-    entry: dict[str, Any]
-
-
-def saved_buffer(path: Path, buffer: str) -> SavedBuffer:
-    """A buffer of a run's newest good checkpoint, or of the checkpoint named."""
-    loaded = load_checkpoint(path)
-    entries = loaded.manifest["buffers"] if loaded.manifest else {}
-    if buffer not in entries:
-        raise ConfigError(f"{loaded.path} carries no buffer '{buffer}'.{closest(buffer, entries)}")
-    if "source" in entries[buffer]["meta"]:
-        there = entries[buffer]["meta"]["source"]["path"]
-        raise ConfigError(f"buffer '{buffer}' of {path} is itself read from {there}: give that path")
-    return SavedBuffer(loaded.path, loaded.folder / REPLAY_FOLDER / buffer, entries[buffer])
-
-
-class RunRows:
-    """The replay of a checkpoint, a stream per environment.
-
-    Columns beside the row, such as latents, are taken over where they are stored in the same form, else zero.
-    """
-
-    def __init__(self, saved: SavedBuffer, spec: Spec) -> None:
-        self.spec = spec
-        self.path = saved.checkpoint
-        self._folder = saved.folder
-        self._entry: dict[str, Any] = saved.entry
-        self._meta: dict[str, Any] = self._entry["meta"]
-        if self._meta.get("format") != FORMAT:
-            raise ConfigError(f"{self.path} has replay of format {self._meta.get('format')}, not {FORMAT}")
-        self.num_streams = int(self._meta["num_streams"])
-        self._end = int(self._meta["cursor"])
-        held = self._end - int(self._meta.get("begin", 0))
-        self.length = min(held, int(self._meta["capacity"]) // self.num_streams)
-        if not self.length:
-            raise ConfigError(f"the replay of {self.path} is empty")
-        facts = json.dumps([self._entry["files"], self._end], sort_keys=True)
-        self.fingerprint = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-        self._zero: list[str] = []
-
-    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Position (from 0) and rows (N, count, …) of each file; not all columns are in every one."""
-        stored = {name: ArraySpec.from_dict(spec) for name, spec in self._meta["columns"].items()}
-        self._zero = check_row(RowLayout(stored), self.spec, columns, self.path)
-        oldest = self._end - self.length
-        for start, end, rows in ChunkFiles(self._meta["chunk_rows"]).load(
-            self._folder, self._entry, self._meta
-        ):
-            first = max(start, oldest)
-            wanted = {
-                name: value[:, first - start : end - start]
-                for name, value in rows.items()
-                if name in columns and name not in self._zero
-            }
-            if "action" in wanted:
-                self._check_actions(wanted["action"])
-            yield first - oldest, wanted
-
-    def notes(self) -> list[str]:
-        """What a reader of the data should know."""
-        if not self._zero:
-            return []
-        return [f"{', '.join(self._zero)} begin as zeros, because that run did not store them in this form"]
-
-    def _check_actions(self, actions: torch.Tensor) -> None:
-        choices, indices = self.spec.action.choices, actions.numpy()
-        if choices and np.any((indices < 0) | (indices >= np.array(choices))):
-            raise ConfigError(
-                f"{self.path} has actions from {indices.min()} to {indices.max()}, but {self.spec.name} has {choices} choices: the "
-                "data is of another environment"
-            )
-
-
-# --------------------
-# Stored episodes as rows of one stream: those of a folder, or of a run's checkpoint.
-
-
-class EpisodeRows:
-    """Episodes one behind the other, each stream's in their order; see offline.Source.
-
-    entry: of a checkpoint, whose files lie in the folder; None: the folder is that of a buffer
-    """
-
-    num_streams = 1
-
-    def __init__(self, folder: Path, spec: Spec, entry: dict[str, Any] | None = None) -> None:
-        self.spec, self.path = spec, folder
-        index = None
-        self._open: OpenEpisodes | None = None
-        if entry is None:
-            layout = read_layout(folder)
-        else:
-            layout, index = RowLayout.from_dict(entry["meta"]["layout"]), folder / entry["meta"]["index"]
-            self._open = OpenEpisodes(layout, int(entry["meta"]["streams"]))
-            try:
-                self._open.set_state(load_data(folder / Path(entry["meta"]["memory"]).name)["open"])
-            except CheckpointError as error:
-                raise ConfigError(str(error)) from None
-        self._store = EpisodeStore(
-            folder,
-            layout,
-            read_only=True,
-            verify=True,
-            index=index,
-            say=lambda message: warnings.warn(message, stacklevel=4),
-        )
-        table = self._store.table
-        order = np.lexsort((table.column("start"), table.column("stream")))
-        self._episodes = [int(table.first + k) for k in order if table.column("rows")[k]]
-        self._episodes += (
-            [] if self._open is None else [-1 - int(s) for s in np.flatnonzero(self._open.rows())]
-        )
-        self.length = sum(self._facts(episode)[2] for episode in self._episodes)
-        if not self.length:
-            raise ConfigError(f"{folder} holds no episodes")
-        facts = [self._facts(episode) for episode in self._episodes]
-        self.fingerprint = hashlib.blake2b(str(facts).encode(), digest_size=16).hexdigest()
-        self._zero: list[str] = []
-
-    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Position and rows (1, count, …) of each episode."""
-        self._zero = check_row(self._store.layout, self.spec, columns, self.path)
-        position, before = 0, (-1, -1)
-        for episode in self._episodes:
-            stream, start, count = self._facts(episode)
-            layout = self._store.layout
-            rows: dict[str, Any] = {
-                name: layout.as_tensor(name, value)[None]
-                for name, value in self._rows(episode, stream, start, count).items()
-                if name in columns and name not in self._zero
-            }
-            if before != (stream, start):  # whatever came before, this is no continuation of it
-                rows["is_first"][:, 0] = True
-            yield position, rows
-            position, before = position + count, (stream, start + count)
-
-    def notes(self) -> list[str]:
-        """What a reader of the data should know."""
-        if not self._zero:
-            return []
-        return [f"{', '.join(self._zero)} begin as zeros, because they are not stored in this form"]
-
-    def _facts(self, episode: int) -> tuple[int, int, int]:
-        """Stream, start, rows."""
-        if episode < 0:
-            assert self._open is not None
-            stream = -1 - episode
-            return stream, int(self._open.begin[stream]), int(self._open.rows()[stream])
-        table = self._store.table
-        return table.fact(episode, "stream"), table.fact(episode, "start"), table.fact(episode, "rows")
-
-    def _rows(self, episode: int, stream: int, start: int, count: int) -> Bytes:
-        if episode < 0:
-            assert self._open is not None
-            return self._open.read(stream, start, start + count)
-        blocks = self._store.read([(episode, block) for block in range(self._store.layout.blocks(count))])
-        return {
-            name: np.concatenate([block[name] for block in blocks]) for name in self._store.layout.columns
-        }
-
-
-class Source(Protocol):
-    """Where rows come from: N streams of `length` rows each."""
-
-    num_streams: int
-    fingerprint: str  # of the content: a resumed run must find the same data
-
-    @property
-    def length(self) -> int: ...
-
-    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Position and rows, name -> (N, count, …). A column that is in no piece stays zero."""
-
-    def notes(self) -> list[str]: ...
-
-
-def open_source(path: Path, spec: Spec, buffer: str) -> Source:
-    """The data at a path: a run, one of its checkpoints, a folder of a buffer's or of episode files, or one such file."""
-    if not path.exists():
-        raise ConfigError(
-            f"there is no data at {path}: give a run folder, or a folder of .npz or .pt episode files"
-        )
-    if path.is_file():
-        manifest = path.parent / f"{path.name.split('.')[0]}.json"
-        if manifest.exists() or path.name == "last.pt":
-            return open_run(path, spec, buffer)
-        if path.suffix not in SUFFIXES:
-            raise ConfigError(f"{path} is no episode file: those end in {' or '.join(SUFFIXES)}")
-        return EpisodeFiles([path], spec)
-    if any(path.glob("checkpoints/step_*.json")) or any(path.glob("step_*.json")):
-        return open_run(path, spec, buffer)
-    folder = episode_folder(path, buffer)
-    if folder is not None:  # a buffer's own, or that of a run which saved no checkpoint
-        return EpisodeRows(folder, spec)
-    if (path / "checkpoints").is_dir():
-        return open_run(path, spec, buffer)
-    files = [file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith(".")]
-    if not files:
-        raise ConfigError(f"{path} is neither a run folder nor a folder of .npz or .pt episode files")
-    return EpisodeFiles(files, spec)
-
-
-def open_run(path: Path, spec: Spec, buffer: str) -> Source:
-    """A buffer of a run's newest good checkpoint (or of the checkpoint named), whatever kind of buffer it was."""
-    saved = saved_buffer(path, buffer)
-    if saved.entry["meta"].get("kind") == "episodes":
-        return EpisodeRows(saved.folder, spec, saved.entry)
-    return RunRows(saved, spec)
-
 
 class OfflineBuffer(ReplayBuffer):
-    """Stored data, sampled like replay. Only the mutable columns (latents) and added ones are ever written.
+    """ReplayBuffer with stored data. Only mutable columns (latents) and added columns can be written.
 
-    path:     a run folder (or a checkpoint in it), the folder of a buffer of episodes, a folder of episode files, or
-              one such file
-    spec:     of the environment that the data must fit
-    buffer:   which buffer of that run
+    path:     a run folder or a checkpoint in it, the folder of an EpisodeBuffer, a folder of episode files,
+              or one episode file
+    spec:     of the environment that the data must match
+    buffer:   name of the buffer in that run
     device, storage, folder, mutable, samplers, chunk_rows: see ReplayBuffer
     """
 
@@ -294,55 +76,57 @@ class OfflineBuffer(ReplayBuffer):
         self._rebuild_ring(length)
 
     def describe(self) -> str:
-        """What the data is, in a line."""
+        """One line about the data: path, episodes, returns, memory."""
         reward, is_first, terminated, truncated = (
             self._columns.read(name, 0, self.total_rows).cpu().numpy()
             for name in ("reward", "is_first", "terminated", "truncated")
         )
         returns = episode_returns(reward, is_first, terminated | truncated)
-        gained = "no whole episode"
+        statistics = "no complete episode"
         if len(returns):
-            gained = f"return mean {returns.mean():.4g}, min {returns.min():.4g}, max {returns.max():.4g}"
+            statistics = f"return mean {returns.mean():.4g}, min {returns.min():.4g}, max {returns.max():.4g}"
         notes = "".join(f"; {note}" for note in self.source.notes())
         return (
-            f"{self.path}: {len(returns):,} episodes, {int((~is_first).sum()):,} steps, {gained}; "
+            f"{self.path}: {len(returns):,} episodes, {int((~is_first).sum()):,} steps, {statistics}; "
             f"{self.nbytes / 1e6:,.2f} MB, {self._columns.place(self.device)}{notes}"
         )
 
     def add(self, rows: Mapping[str, Array]) -> None:
         raise LabError(
-            f"the data of {self.path} is read-only: collected rows need a buffer of their own, named first in the "
-            "phase's `buffer` (such as {replay: 0.5, offline: 0.5})"
+            f"{self.path} is read-only: name a buffer for the collected rows first in the phase's `buffer`, such as "
+            "{replay: 0.5, offline: 0.5}"
         )
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
-        """Save what was written back; of the data itself only where it is and its fingerprint."""
+        """Save the columns that were written back, and path and fingerprint of the data."""
         entry = super().checkpoint(folder)
         entry["meta"]["source"] = {"path": str(self.path), "fingerprint": self.source.fingerprint}
         return entry
 
-    def restore(self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False) -> list[Lost]:
-        """Take back what was written back; CheckpointError when the data has changed since."""
+    def restore(
+        self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False
+    ) -> list[LostFile]:
+        """Restore the columns that were written back; CheckpointError if the data has changed since."""
         saved = entry["meta"].get("source", {})
         if saved.get("fingerprint") != self.source.fingerprint:
             raise CheckpointError(
-                f"the data at {self.path} is not what this run was training on (from {saved.get('path')}): bring that "
-                "data back, or start a new run"
+                f"{self.path} is not the data that this run was trained on (from {saved.get('path')}): restore that "
+                "data, or start a new run"
             )
         return super().restore(folder, entry, skip_corrupt=skip_corrupt)
 
-    def _plan(self, folder: Path, entry: Mapping[str, Any], skip_corrupt: bool) -> Plan:
-        """The data itself is not in the checkpoint: without a damaged file, columns stay as they were read."""
+    def _plan(self, folder: Path, entry: Mapping[str, Any], skip_corrupt: bool) -> RestorePlan:
+        """Keep all rows: they are not in the checkpoint, which holds only columns that were written back."""
         plan = super()._plan(folder, entry, skip_corrupt)
         if not plan.lost:
             return plan
-        whole = [(0, self.total_rows, 0)]
+        spans = [(0, self.total_rows, 0)]
         return replace(
-            plan, spans=whole, first=0, cursor=self.total_rows, beginnings=[], gap_behind=False, partial=True
+            plan, spans=spans, first=0, cursor=self.total_rows, after_gap=[], gap_behind=False, partial=True
         )
 
     def _layout(self) -> dict[str, Any]:
-        """Without the columns that never change: their rows are in the source."""
+        """Without the columns that never change, which are in the source."""
         layout = super()._layout()
         written = [*layout["mutable"], *layout["added"]]
         return {**layout, "columns": {name: layout["columns"][name] for name in written}}
@@ -350,14 +134,14 @@ class OfflineBuffer(ReplayBuffer):
     def _sampler(self, spec: BatchSpec) -> Sampler:
         if spec.rows > self.ring.capacity:
             raise ConfigError(
-                f"sequences of {spec.rows} rows cannot be cut from {self.path}, which has {self.num_streams} × "
-                f"{self.ring.capacity}: use more data or shorter sequences"
+                f"{self.path} has {self.num_streams} × {self.ring.capacity} rows, too few for sequences of {spec.rows} "
+                "rows: use more data or shorter sequences"
             )
         return super()._sampler(spec)
 
 
 def episode_returns(reward: np.ndarray, is_first: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Returns of the whole episodes in streams of rows, each (N, T). One that is cut off at either side has none."""
+    """Return the returns of all complete episodes in streams of rows. reward, is_first, ended: (N, T)"""
     returns: list[np.ndarray] = []
     for stream in range(len(reward)):
         starts = np.flatnonzero(is_first[stream])
@@ -366,3 +150,230 @@ def episode_returns(reward: np.ndarray, is_first: np.ndarray, ended: np.ndarray)
             sums = np.add.reduceat(reward[stream].astype(np.float64), starts)
             returns.append(sums[ended[stream, last]])
     return np.concatenate(returns) if returns else np.zeros(0)
+
+
+# --- Data sources -------------------------------------------------------------------------------
+
+
+class RowSource(Protocol):
+    """Stored rows: N streams of `length` rows each."""
+
+    num_streams: int
+    fingerprint: str  # of the content; a resumed run needs the same data
+
+    @property
+    def length(self) -> int: ...
+
+    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield position and rows, name -> (N, count, …). A column that no piece has stays zero."""
+
+    def notes(self) -> list[str]: ...
+
+
+def open_source(path: Path, spec: Spec, buffer: str) -> RowSource:
+    """Open a run, a checkpoint, the folder of an EpisodeBuffer, or one or more episode files."""
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist: use a run folder, or a folder of .npz or .pt episode files"
+        )
+    if path.is_file():
+        manifest = path.parent / f"{path.name.split('.')[0]}.json"
+        if manifest.exists() or path.name == "last.pt":
+            return open_run(path, spec, buffer)
+        if path.suffix not in SUFFIXES:
+            raise ConfigError(
+                f"{path} is not an episode file: use a file that ends in {' or '.join(SUFFIXES)}"
+            )
+        return EpisodeFiles([path], spec)
+    if any(path.glob("checkpoints/step_*.json")) or any(path.glob("step_*.json")):
+        return open_run(path, spec, buffer)
+    folder = episode_folder(path, buffer)
+    if folder is not None:  # of a buffer, or of a run without checkpoints
+        return EpisodeRows(folder, spec)
+    if (path / "checkpoints").is_dir():
+        return open_run(path, spec, buffer)
+    files = [file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith(".")]
+    if not files:
+        raise ConfigError(
+            f"{path} is neither a run folder nor a folder of .npz or .pt episode files; use one of these"
+        )
+    return EpisodeFiles(files, spec)
+
+
+def open_run(path: Path, spec: Spec, buffer: str) -> RowSource:
+    """Open a buffer of any type in a checkpoint, or in a run's newest intact checkpoint."""
+    saved = saved_buffer(path, buffer)
+    if saved.entry["meta"].get("kind") == "episodes":
+        return EpisodeRows(saved.folder, spec, saved.entry)
+    return RunRows(saved, spec)
+
+
+# --- Replay of another run ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedBuffer:
+    """One buffer of a checkpoint and the folder of its files."""
+
+    checkpoint: Path
+    folder: Path
+    entry: dict[str, Any]
+
+
+def saved_buffer(path: Path, buffer: str) -> SavedBuffer:
+    """Return a buffer of a checkpoint; for a run folder, of its newest intact checkpoint."""
+    loaded = load_checkpoint(path)
+    entries = loaded.manifest["buffers"] if loaded.manifest else {}
+    if buffer not in entries:
+        raise ConfigError(f"{loaded.path} has no buffer '{buffer}'.{closest(buffer, entries)}")
+    if "source" in entries[buffer]["meta"]:
+        there = entries[buffer]["meta"]["source"]["path"]
+        raise ConfigError(f"{path}: buffer '{buffer}' was read from {there}; use that path")
+    return SavedBuffer(loaded.path, loaded.folder / REPLAY_FOLDER / buffer, entries[buffer])
+
+
+class RunRows:
+    """Rows of a saved replay, one stream per environment.
+
+    Extra columns such as latents are copied if they are stored with the same shape and dtype; otherwise they
+    are zero.
+    """
+
+    def __init__(self, saved: SavedBuffer, spec: Spec) -> None:
+        self.spec = spec
+        self.path = saved.checkpoint
+        self._folder = saved.folder
+        self._entry: dict[str, Any] = saved.entry
+        self._meta: dict[str, Any] = self._entry["meta"]
+        if self._meta.get("format") != FORMAT:
+            raise ConfigError(
+                f"{self.path} has replay format {self._meta.get('format')}, but this version reads {FORMAT}"
+            )
+        self.num_streams = int(self._meta["num_streams"])
+        self._end = int(self._meta["cursor"])
+        held = self._end - int(self._meta.get("begin", 0))
+        self.length = min(held, int(self._meta["capacity"]) // self.num_streams)
+        if not self.length:
+            raise ConfigError(f"{self.path} has an empty replay; use a run that has collected data")
+        facts = json.dumps([self._entry["files"], self._end], sort_keys=True)
+        self.fingerprint = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        self._zero: list[str] = []
+
+    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield position (from 0) and rows (N, count, …) of each file; a file may hold only some columns."""
+        stored = {name: ArraySpec.from_dict(spec) for name, spec in self._meta["columns"].items()}
+        self._zero = check_row(RowLayout(stored), self.spec, columns, self.path)
+        oldest = self._end - self.length
+        for start, end, rows in ChunkFiles(self._meta["chunk_rows"]).load(
+            self._folder, self._entry, self._meta
+        ):
+            first = max(start, oldest)
+            wanted = {
+                name: value[:, first - start : end - start]
+                for name, value in rows.items()
+                if name in columns and name not in self._zero
+            }
+            if "action" in wanted:
+                self._check_actions(wanted["action"])
+            yield first - oldest, wanted
+
+    def notes(self) -> list[str]:
+        """Return remarks about the data for `describe`."""
+        if not self._zero:
+            return []
+        return [f"{', '.join(self._zero)} begin as zeros, because that run did not store them in this form"]
+
+    def _check_actions(self, actions: torch.Tensor) -> None:
+        choices, indices = self.spec.action.choices, actions.numpy()
+        if choices and np.any((indices < 0) | (indices >= np.array(choices))):
+            raise ConfigError(
+                f"{self.path} has actions from {indices.min()} to {indices.max()}, but {self.spec.name} has {choices} choices: "
+                "use data of the same environment"
+            )
+
+
+# --- Episodes of another run --------------------------------------------------------------------
+
+
+class EpisodeRows:
+    """Episodes of an EpisodeBuffer as the rows of one stream, sorted by stream and position; a RowSource.
+
+    entry: entry of a checkpoint whose files are in the folder; None: the folder belongs to a buffer
+    """
+
+    num_streams = 1
+
+    def __init__(self, folder: Path, spec: Spec, entry: dict[str, Any] | None = None) -> None:
+        self.spec, self.path = spec, folder
+        index = None
+        self._open: OpenEpisodes | None = None
+        if entry is None:
+            layout = read_layout(folder)
+        else:
+            layout, index = RowLayout.from_dict(entry["meta"]["layout"]), folder / entry["meta"]["index"]
+            self._open = OpenEpisodes(layout, int(entry["meta"]["streams"]))
+            try:
+                self._open.set_state(load_data(folder / Path(entry["meta"]["memory"]).name)["open"])
+            except CheckpointError as error:
+                raise ConfigError(str(error)) from None
+        self._store = EpisodeStore(
+            folder,
+            layout,
+            read_only=True,
+            verify=True,
+            index=index,
+            report=lambda message: warnings.warn(message, stacklevel=4),
+        )
+        table = self._store.table
+        order = np.lexsort((table.column("start"), table.column("stream")))
+        self._episodes = [int(table.first + k) for k in order if table.column("rows")[k]]
+        self._episodes += (
+            [] if self._open is None else [-1 - int(s) for s in np.flatnonzero(self._open.rows())]
+        )
+        self.length = sum(self._facts(episode)[2] for episode in self._episodes)
+        if not self.length:
+            raise ConfigError(f"{folder} has no episodes; use a folder with stored episodes")
+        facts = [self._facts(episode) for episode in self._episodes]
+        self.fingerprint = hashlib.blake2b(str(facts).encode(), digest_size=16).hexdigest()
+        self._zero: list[str] = []
+
+    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield position and rows (1, count, …) of each episode."""
+        self._zero = check_row(self._store.layout, self.spec, columns, self.path)
+        position, before = 0, (-1, -1)
+        for episode in self._episodes:
+            stream, start, count = self._facts(episode)
+            layout = self._store.layout
+            rows: dict[str, Any] = {
+                name: layout.as_tensor(name, value)[None]
+                for name, value in self._rows(episode, stream, start, count).items()
+                if name in columns and name not in self._zero
+            }
+            if before != (stream, start):  # it does not continue the previous episode
+                rows["is_first"][:, 0] = True
+            yield position, rows
+            position, before = position + count, (stream, start + count)
+
+    def notes(self) -> list[str]:
+        """Return remarks about the data for `describe`."""
+        if not self._zero:
+            return []
+        return [f"{', '.join(self._zero)} begin as zeros, because they are not stored in this form"]
+
+    def _facts(self, episode: int) -> tuple[int, int, int]:
+        """Return stream, start and number of rows."""
+        if episode < 0:
+            assert self._open is not None
+            stream = -1 - episode
+            return stream, int(self._open.begin[stream]), int(self._open.rows()[stream])
+        table = self._store.table
+        return table.fact(episode, "stream"), table.fact(episode, "start"), table.fact(episode, "rows")
+
+    def _rows(self, episode: int, stream: int, start: int, count: int) -> Bytes:
+        if episode < 0:
+            assert self._open is not None
+            return self._open.read(stream, start, start + count)
+        blocks = self._store.read([(episode, block) for block in range(self._store.layout.blocks(count))])
+        return {
+            name: np.concatenate([block[name] for block in blocks]) for name in self._store.layout.columns
+        }

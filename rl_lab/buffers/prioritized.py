@@ -1,13 +1,14 @@
-"""Replay in which some rows are drawn more often than others: prioritised experience replay.
+"""PrioritizedReplay: prioritised experience replay.
 
-Row i has a priority, and a sequence whose first trained row (the one after its context) is row i is drawn with
-probability P(i) = p_i^alpha / Σ p^alpha, over all rows where such a sequence fits. Its importance weight
-(n · P(i))^-beta, divided by the largest of the batch, comes with the batch as column `weight` (B, T), the same in all
-rows of a sequence. n is the number of rows where a sequence fits.
+A sequence whose first trained row (the one after its context) is row i is drawn with probability P(i) =
+p_i^alpha / Σ p^alpha, where the sum is over the n rows at which a sequence fits. The batch has the importance
+weight (n · P(i))^-beta, divided by the largest of the batch, as column `weight` (B, T), equal in all rows of
+a sequence.
 
-The hook writes priorities back: `UpdateResult(write_back={"priority": value})`, (B, 1) for the row a sequence was drawn by, or
-(B, length) for all its rows. New rows get the largest priority there is, 1 at first, so that each is drawn soon.
-The column holds (p + epsilon)^alpha, computed once when p is written: a resumed run then draws from the same numbers.
+The hook writes priorities back with `UpdateResult(write_back={"priority": value})`: (B, 1) for the first
+trained row, or (B, length) for all rows. New rows get the largest stored priority, initially 1, so that they
+are drawn soon. The column stores (p + epsilon)^alpha, computed once when p is written, so a resumed run draws
+from the same values.
 """
 
 from __future__ import annotations
@@ -20,101 +21,144 @@ import numpy as np
 import torch
 
 from rl_lab.buffers.batches import allocate
-from rl_lab.buffers.chunk_files import Lost
+from rl_lab.buffers.chunk_files import LostFile
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.buffers.ring import Array, Ring, to_device
 from rl_lab.buffers.samplers import SamplerFactory, UniformSampler
 from rl_lab.errors import ConfigError
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
 
-# --------------------
-# Numbers to draw places by, in proportion: a tree of sums on the host, one running sum on a device.
-#
-# On the host a change touches one path of the tree and a draw walks one, whatever the number of places. A device would
-# have to launch a kernel for every level of it; there one running sum over all places is quicker, and needs no answer
-# from the device. Both find the same place for the same random number, up to rounding.
+PRIORITY, WEIGHT = "priority", "weight"
+MAX_PRIORITY = 1e6  # larger and infinite priorities are clamped to it; NaN counts as 0
 
 
-class SumTree:
-    """Weights of `size` places, as leaves of a binary tree whose nodes are the sums of their two children.
+class PrioritizedReplay(ReplayBuffer):
+    """ReplayBuffer with the additional sampler "prioritized" and a stored column `priority`.
 
-    A node is always computed from its children, never changed by a difference: what the tree holds depends on the
-    leaves alone, not on how they came about.
+    alpha:    exponent of the priorities; 0: uniform
+    beta:     exponent of the importance weights; 1: full correction
+    epsilon:  added to each priority, so that every row can be drawn
+    columns, capacity, …: see ReplayBuffer
     """
 
-    def __init__(self, size: int) -> None:
-        self._leaves = 1 << max(0, (size - 1).bit_length())
-        self._nodes = np.zeros(2 * self._leaves)  # node k has the children 2k and 2k+1; the root is node 1
-        self.size = size
+    def __init__(
+        self,
+        columns: Mapping[str, ArraySpec],
+        *,
+        capacity: int,
+        num_streams: int,
+        alpha: float = 0.6,  # alpha and beta of TD-MPC v1 (nicklashansen/tdmpc cfgs)
+        beta: float = 0.4,
+        epsilon: float = 1e-6,
+        device: torch.device | str = "cpu",
+        storage: str = "auto",
+        folder: Path | str | None = None,
+        mutable: Sequence[str] = (),
+        samplers: Mapping[str, SamplerFactory] | None = None,
+        chunk_rows: int = 1024,
+    ) -> None:
+        if alpha < 0 or beta < 0 or epsilon <= 0:
+            raise ConfigError(
+                f"alpha and beta must be at least 0 and epsilon above 0, not {alpha}, {beta} and {epsilon}"
+            )
+        taken = next((name for name in (PRIORITY, WEIGHT) if name in columns), None)
+        if taken is not None:
+            raise ConfigError(f"column '{taken}' is reserved by the buffer: rename the workflow's column")
+        self.alpha, self.beta, self.epsilon = float(alpha), float(beta), float(epsilon)
+        self._first = (1.0 + self.epsilon) ** self.alpha  # stored priority of the first rows
+        super().__init__(
+            {**columns, PRIORITY: ArraySpec((), "float32")},
+            capacity=capacity,
+            num_streams=num_streams,
+            device=device,
+            storage=storage,
+            folder=folder,
+            mutable=(*mutable, PRIORITY),
+            samplers={"prioritized": self._prioritized, **(samplers or {})},
+            chunk_rows=chunk_rows,
+        )
+
+    def add(self, rows: Mapping[str, Array]) -> None:
+        """Store rows; rows without a priority get the largest stored one."""
+        if PRIORITY in rows:
+            rows = {**rows, **self._scaled({PRIORITY: torch.as_tensor(rows[PRIORITY])})}
+        elif "is_first" in rows:
+            held = self._priorities.max()
+            largest = torch.where(held > 0, held, self._first)
+            rows = {**rows, PRIORITY: largest.expand(tuple(rows["is_first"].shape))}
+        super().add(rows)
+
+    def make_batch(self, spec: BatchSpec, *, device: torch.device | str | None = None) -> Batch:
+        """As in ReplayBuffer, with `weight` (B, T) if the BatchSpec's sampler is "prioritized"."""
+        if not isinstance(self._sampler(spec), PrioritizedSampler):
+            return super().make_batch(spec, device=device)
+        place = self.device if device is None else torch.device(device)
+        pin = place.type == "cpu" and self.device.type == "cuda"
+        return allocate({**self._columns.specs, WEIGHT: ArraySpec((), "float32")}, spec, place, pin)
+
+    def restore(
+        self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False
+    ) -> list[LostFile]:
+        lost = super().restore(folder, entry, skip_corrupt=skip_corrupt)
+        for sampler in self._prioritized_samplers():
+            sampler.rebuild()
+        return lost
+
+    def write_back(self, index: RowIndex, columns: Mapping[str, torch.Tensor], *, offset: int) -> None:
+        """As in ReplayBuffer; negative and NaN priorities count as 0, and MAX_PRIORITY is the maximum."""
+        super().write_back(index, self._scaled(columns), offset=offset)
+
+    def write(self, position: int, columns: Mapping[str, torch.Tensor]) -> None:
+        super().write(position, self._scaled(columns))
+        if PRIORITY in columns:
+            for sampler in self._prioritized_samplers():
+                sampler.rebuild()
+
+    def _fill(self, out: Batch, spec: BatchSpec, stream: Any, position: Any) -> None:
+        stored = {name: value for name, value in out.columns.items() if name != WEIGHT}
+        super()._fill(Batch(stored, out.index, out.mask), spec, stream, position)
+        if WEIGHT in out.columns:
+            weights = self._sampler(spec).weights  # type: ignore[attr-defined]
+            out.columns[WEIGHT].copy_(weights[:, None].expand(-1, spec.rows))
+
+    def _write_rows(self, index: RowIndex, columns: Mapping[str, torch.Tensor], offset: int) -> None:
+        super()._write_rows(index, columns, offset)
+        if PRIORITY in columns:
+            count = columns[PRIORITY].shape[1]
+            where = self._columns.held(index, offset, count, self.ring.oldest, self.ring.cursor)
+            for sampler in self._prioritized_samplers():
+                sampler.changed(where)
+
+    def _scaled(self, columns: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Replace priorities by their stored form, which is finite and above 0."""
+        if PRIORITY not in columns:
+            return columns
+        given = columns[PRIORITY].detach().float()
+        finite = torch.nan_to_num(given, nan=0.0, posinf=MAX_PRIORITY).clamp(0.0, MAX_PRIORITY)
+        return {**columns, PRIORITY: (finite + self.epsilon) ** self.alpha}
 
     @property
-    def total(self) -> float:
-        return float(self._nodes[1])
+    def _priorities(self) -> torch.Tensor:
+        return self._columns.rings[PRIORITY]
 
-    def get(self, places: np.ndarray) -> np.ndarray:
-        """Weights (K,) of places (K,)."""
-        return self._nodes[self._leaves + places]
+    def _prioritized(self, ring: Ring, spec: BatchSpec) -> PrioritizedSampler:
+        return PrioritizedSampler(ring, spec, priorities=self._priorities, beta=self.beta)
 
-    def set(self, places: np.ndarray, weights: np.ndarray) -> None:
-        """Change weights, none below 0. Of equal places the last wins. places, weights: (K,)"""
-        nodes = self._leaves + places
-        self._nodes[nodes] = weights
-        while len(nodes) and nodes[0] > 1:
-            nodes = np.unique(nodes >> 1) if len(nodes) > 1 else nodes >> 1
-            self._nodes[nodes] = self._nodes[2 * nodes] + self._nodes[2 * nodes + 1]
-
-    def set_all(self, weights: np.ndarray) -> None:
-        """Change every weight at once. weights: (size,)"""
-        self._nodes[self._leaves : self._leaves + self.size] = weights
-        level = self._leaves
-        while level > 1:
-            children = self._nodes[level : 2 * level]
-            level //= 2
-            self._nodes[level : 2 * level] = children[0::2] + children[1::2]
-
-    def find(self, numbers: np.ndarray) -> np.ndarray:
-        """Places (K,) for numbers (K,) in [0, 1): each place takes a share of them in proportion to its weight."""
-        left_over = numbers * self._nodes[1]
-        nodes = np.ones(len(numbers), dtype=np.int64)
-        while nodes[0] < self._leaves if len(nodes) else False:
-            nodes = 2 * nodes
-            left = self._nodes[nodes]
-            # Rounding must not lead to a place without weight, so an empty right side is never entered.
-            right = (left_over >= left) & (self._nodes[nodes + 1] > 0)
-            left_over = np.where(right, left_over - left, left_over)
-            nodes += right
-        return nodes - self._leaves
-
-
-class RunningSum:
-    """Weights of `size` places in one tensor on a device, and one spare place behind them that is never drawn."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
-        self.weights = torch.zeros(size + 1, dtype=torch.float32, device=device)
-
-    def find(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places (K,) for numbers (K,) float64 in [0, 1), and their probabilities (K,); no host read."""
-        sums = self.weights[:-1].cumsum(0, dtype=torch.float64)
-        total = sums[-1]
-        below = torch.nextafter(total, torch.zeros_like(total))
-        places = torch.searchsorted(sums, torch.minimum(numbers * total, below), right=True)
-        return places, self.weights[places].double() / total
-
-
-PRIORITY, WEIGHT = "priority", "weight"
-LARGEST = 1e6  # what an infinite priority counts as; not a number counts as 0
+    def _prioritized_samplers(self) -> list[PrioritizedSampler]:
+        return [sampler for sampler in self._samplers.values() if isinstance(sampler, PrioritizedSampler)]
 
 
 class PrioritizedSampler:
     """Draws starts by the priority of their first trained row.
 
-    priorities: (N, capacity) the buffer's column, where the rows are: none below 0, and 0 only where no row is
+    priorities: (N, capacity) the buffer's column on the storage device; 0 only where no row is stored
     """
 
     def __init__(self, ring: Ring, spec: BatchSpec, *, priorities: torch.Tensor, beta: float) -> None:
         if spec.boundary == "pad":
-            raise ConfigError("sampler 'prioritized' draws whole sequences: use boundary 'within' or 'cross'")
+            raise ConfigError(
+                "sampler 'prioritized' does not pad sequences: use boundary 'within' or 'cross'"
+            )
         self._ring = ring
         self._rows, self._context = spec.rows, spec.context
         self._within = spec.boundary == "within"
@@ -132,48 +176,47 @@ class PrioritizedSampler:
         return self._uniform.available()
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[Any, Any]:
-        """Streams and positions (B,): arrays, or tensors where the rows are on a device."""
+        """Return streams and positions (B,): arrays, or tensors if the rows are on a device."""
         ring = self._ring
-        numbers = torch.rand(count, dtype=torch.float64, generator=generator)
+        uniforms = torch.rand(count, dtype=torch.float64, generator=generator)
         place: Any
         if self._tree is not None:
-            place = self._tree.find(numbers.numpy())
-            chance = torch.from_numpy(self._tree.get(place) / self._tree.total)
+            place = self._tree.find(uniforms.numpy())
+            probability = torch.from_numpy(self._tree.get(place) / self._tree.total)
         else:
             assert self._sum is not None
-            place, chance = self._sum.find(to_device(numbers, self._priorities.device))
-        weights = (self.available() * chance) ** -self._beta
+            place, probability = self._sum.find(to_device(uniforms, self._priorities.device))
+        weights = (self.available() * probability) ** -self._beta
         self.weights = (weights / weights.max()).float()
         position = ring.oldest + (place % ring.capacity - ring.oldest) % ring.capacity
         return place // ring.capacity, position - self._context
 
     def undo(self) -> None:
-        """Nothing is remembered between draws."""
+        """Nothing to undo: a draw changes no state."""
 
     def on_add(self, position: int) -> None:
-        """The start whose first row was just replaced can no longer be drawn; the one that is now complete can."""
+        """Remove the start whose first row was replaced, and add the start whose last row is `position`."""
         ring = self._ring
-        gone = position - ring.capacity
-        if gone >= ring.first:
-            self._set_all_streams(gone + self._context, np.zeros(ring.num_streams, dtype=bool))
+        replaced = position - ring.capacity
+        if replaced >= ring.first:
+            self._set_all_streams(replaced + self._context, np.zeros(ring.num_streams, dtype=bool))
         start = position - self._rows + 1
         if start >= ring.oldest:
-            whole = np.ones(ring.num_streams, dtype=bool)
+            fits = np.ones(ring.num_streams, dtype=bool)
             if self._within:
-                whole = ring.unbroken(
+                fits = ring.unbroken(
                     np.arange(ring.num_streams), np.full(ring.num_streams, start), self._rows
                 )
-            self._set_all_streams(start + self._context, whole)
+            self._set_all_streams(start + self._context, fits)
 
     def changed(self, where: torch.Tensor) -> None:
-        """Priorities at these places (K,) are new; the place behind the last one stands for none."""
+        """Update the weights of places (K,) whose priorities were written; the spare place is ignored."""
         flat = self._priorities.view(-1)
         if self._tree is not None:
             place = np.unique(where.numpy())
             place = place[place < self._tree.size]
-            place = place[
-                self._tree.get(place) > 0
-            ]  # where a sequence fits; others get their weight when it does
+            # Only where a sequence fits; `on_add` sets the others later.
+            place = place[self._tree.get(place) > 0]
             self._tree.set(place, flat[torch.from_numpy(place)].double().numpy())
         else:
             assert self._sum is not None
@@ -182,7 +225,7 @@ class PrioritizedSampler:
             self._sum.weights.index_copy_(0, where, torch.where(fits, new, 0.0))
 
     def rebuild(self) -> None:
-        """Start from the ring and the column as they are."""
+        """Recompute all weights from the ring and the column."""
         ring = self._ring
         fits = np.zeros((ring.num_streams, ring.capacity), dtype=bool)
         start = np.arange(ring.oldest, ring.cursor - self._rows + 1)
@@ -222,117 +265,75 @@ class PrioritizedSampler:
                 column.zero_()
 
 
-class PrioritizedReplay(ReplayBuffer):
-    """ReplayBuffer with the sampler "prioritized" beside the others, and a stored column `priority`.
+# --- Weighted draws -----------------------------------------------------------------------------
 
-    alpha:    how much priorities count; 0: all rows alike
-    beta:     how much of that the importance weights take back; 1: all of it
-    epsilon:  added to each priority, so that no row is out of reach
-    columns, capacity, …: see ReplayBuffer
+
+class SumTree:
+    """Weights of `size` places as the leaves of a binary tree, whose nodes are the sums of their children.
+
+    It is used on the host: a change and a draw each follow one path, of length log2(size). A node is always
+    computed from its children, so the tree depends only on the leaves and not on the order of the changes.
     """
 
-    def __init__(
-        self,
-        columns: Mapping[str, ArraySpec],
-        *,
-        capacity: int,
-        num_streams: int,
-        alpha: float = 0.6,  # alpha and beta of TD-MPC v1 (nicklashansen/tdmpc cfgs)
-        beta: float = 0.4,
-        epsilon: float = 1e-6,
-        device: torch.device | str = "cpu",
-        storage: str = "auto",
-        folder: Path | str | None = None,
-        mutable: Sequence[str] = (),
-        samplers: Mapping[str, SamplerFactory] | None = None,
-        chunk_rows: int = 1024,
-    ) -> None:
-        if alpha < 0 or beta < 0 or epsilon <= 0:
-            raise ConfigError(
-                f"priorities need alpha and beta from 0 on and epsilon above 0, not {alpha}, {beta} and {epsilon}"
-            )
-        taken = next((name for name in (PRIORITY, WEIGHT) if name in columns), None)
-        if taken is not None:
-            raise ConfigError(
-                f"column '{taken}' is the buffer's own: give the workflow's column another name"
-            )
-        self.alpha, self.beta, self.epsilon = float(alpha), float(beta), float(epsilon)
-        self._first = (1.0 + self.epsilon) ** self.alpha  # as stored, before any was written
-        super().__init__(
-            {**columns, PRIORITY: ArraySpec((), "float32")},
-            capacity=capacity,
-            num_streams=num_streams,
-            device=device,
-            storage=storage,
-            folder=folder,
-            mutable=(*mutable, PRIORITY),
-            samplers={"prioritized": self._prioritized, **(samplers or {})},
-            chunk_rows=chunk_rows,
-        )
-
-    def add(self, rows: Mapping[str, Array]) -> None:
-        """Store rows as ReplayBuffer does; their priority, if they bring none, is the largest one held."""
-        if PRIORITY in rows:
-            rows = {**rows, **self._scaled({PRIORITY: torch.as_tensor(rows[PRIORITY])})}
-        elif "is_first" in rows:
-            held = self._priorities.max()
-            largest = torch.where(held > 0, held, self._first)
-            rows = {**rows, PRIORITY: largest.expand(tuple(rows["is_first"].shape))}
-        super().add(rows)
-
-    def make_batch(self, spec: BatchSpec, *, device: torch.device | str | None = None) -> Batch:
-        """As ReplayBuffer's, with `weight` (B, T) where the BatchSpec's sampler is "prioritized"."""
-        if not isinstance(self._sampler(spec), PrioritizedSampler):
-            return super().make_batch(spec, device=device)
-        place = self.device if device is None else torch.device(device)
-        pin = place.type == "cpu" and self.device.type == "cuda"
-        return allocate({**self._columns.specs, WEIGHT: ArraySpec((), "float32")}, spec, place, pin)
-
-    def restore(self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False) -> list[Lost]:
-        lost = super().restore(folder, entry, skip_corrupt=skip_corrupt)
-        for sampler in self._prioritized_samplers():
-            sampler.rebuild()
-        return lost
-
-    def write_back(self, index: RowIndex, columns: Mapping[str, torch.Tensor], *, offset: int) -> None:
-        """As ReplayBuffer's; a priority below 0 or not a number counts as 0, a huge one as a million."""
-        super().write_back(index, self._scaled(columns), offset=offset)
-
-    def write(self, position: int, columns: Mapping[str, torch.Tensor]) -> None:
-        super().write(position, self._scaled(columns))
-        if PRIORITY in columns:
-            for sampler in self._prioritized_samplers():
-                sampler.rebuild()
-
-    def _fill(self, out: Batch, spec: BatchSpec, stream: Any, position: Any) -> None:
-        stored = {name: value for name, value in out.columns.items() if name != WEIGHT}
-        super()._fill(Batch(stored, out.index, out.mask), spec, stream, position)
-        if WEIGHT in out.columns:
-            weights = self._sampler(spec).weights  # type: ignore[attr-defined]
-            out.columns[WEIGHT].copy_(weights[:, None].expand(-1, spec.rows))
-
-    def _write_rows(self, index: RowIndex, columns: Mapping[str, torch.Tensor], offset: int) -> None:
-        super()._write_rows(index, columns, offset)
-        if PRIORITY in columns:
-            count = columns[PRIORITY].shape[1]
-            where = self._columns.held(index, offset, count, self.ring.oldest, self.ring.cursor)
-            for sampler in self._prioritized_samplers():
-                sampler.changed(where)
-
-    def _scaled(self, columns: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """With priorities as they are stored: above 0 and finite, whatever the hook gave."""
-        if PRIORITY not in columns:
-            return columns
-        given = columns[PRIORITY].detach().float()
-        finite = torch.nan_to_num(given, nan=0.0, posinf=LARGEST).clamp(0.0, LARGEST)
-        return {**columns, PRIORITY: (finite + self.epsilon) ** self.alpha}
+    def __init__(self, size: int) -> None:
+        self._leaves = 1 << max(0, (size - 1).bit_length())
+        self._nodes = np.zeros(2 * self._leaves)  # node k has the children 2k and 2k+1; the root is node 1
+        self.size = size
 
     @property
-    def _priorities(self) -> torch.Tensor:
-        return self._columns.rings[PRIORITY]
+    def total(self) -> float:
+        return float(self._nodes[1])
 
-    def _prioritized(self, ring: Ring, spec: BatchSpec) -> PrioritizedSampler:
-        return PrioritizedSampler(ring, spec, priorities=self._priorities, beta=self.beta)
+    def get(self, places: np.ndarray) -> np.ndarray:
+        """Return the weights (K,) of places (K,)."""
+        return self._nodes[self._leaves + places]
 
-    def _prioritized_samplers(self) -> list[PrioritizedSampler]:
-        return [sampler for sampler in self._samplers.values() if isinstance(sampler, PrioritizedSampler)]
+    def set(self, places: np.ndarray, weights: np.ndarray) -> None:
+        """Set weights, which must not be negative. The last of equal places wins. places, weights: (K,)"""
+        nodes = self._leaves + places
+        self._nodes[nodes] = weights
+        while len(nodes) and nodes[0] > 1:
+            nodes = np.unique(nodes >> 1) if len(nodes) > 1 else nodes >> 1
+            self._nodes[nodes] = self._nodes[2 * nodes] + self._nodes[2 * nodes + 1]
+
+    def set_all(self, weights: np.ndarray) -> None:
+        """Set all weights. weights: (size,)"""
+        self._nodes[self._leaves : self._leaves + self.size] = weights
+        level = self._leaves
+        while level > 1:
+            children = self._nodes[level : 2 * level]
+            level //= 2
+            self._nodes[level : 2 * level] = children[0::2] + children[1::2]
+
+    def find(self, uniforms: np.ndarray) -> np.ndarray:
+        """Map uniform random values (K,) in [0, 1) to places (K,), in proportion to the weights."""
+        left_over = uniforms * self._nodes[1]
+        nodes = np.ones(len(uniforms), dtype=np.int64)
+        while nodes[0] < self._leaves if len(nodes) else False:
+            nodes = 2 * nodes
+            left = self._nodes[nodes]
+            # Rounding must not select a place with weight 0, so a right child with sum 0 is never entered.
+            right = (left_over >= left) & (self._nodes[nodes + 1] > 0)
+            left_over = np.where(right, left_over - left, left_over)
+            nodes += right
+        return nodes - self._leaves
+
+
+class RunningSum:
+    """Weights of `size` places in one tensor on a device, and one spare place at the end that is never drawn.
+
+    One cumulative sum replaces the tree, which would need a kernel launch for each level. It finds the same
+    places as SumTree up to rounding, without a device synchronization.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.weights = torch.zeros(size + 1, dtype=torch.float32, device=device)
+
+    def find(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map uniform random values (K,) float64 in [0, 1) to places (K,) and their probabilities (K,)."""
+        sums = self.weights[:-1].cumsum(0, dtype=torch.float64)
+        total = sums[-1]
+        below = torch.nextafter(total, torch.zeros_like(total))
+        places = torch.searchsorted(sums, torch.minimum(uniforms * total, below), right=True)
+        return places, self.weights[places].double() / total

@@ -1,10 +1,10 @@
-"""Replay: the newest rows of N environments, on the training device, in host memory or on disk.
+"""ReplayBuffer: the newest rows of N environments, on the training device, in host memory or on disk.
 
-Each environment (stream) has a ring of rows; all rings advance together. A sequence is a run of neighbouring
-rows of one stream, so drawing a batch is index arithmetic on the host, from a CPU generator: the same seed
-draws the same sequences on any device. Only the B starts travel to the device.
+Each environment (stream) has a ring of rows; all rings advance together. A sequence is a run of consecutive
+rows of one stream. Its start is drawn on the host from a CPU generator, so the same seed draws the same
+sequences on any device; only the B starts are copied to the device.
 
-On CUDA, call `add`, `sample` and `write_back` on one stream: their order is then the order on the device.
+On CUDA, call `add`, `sample` and `write_back` on one CUDA stream, so that they run in the order of the calls.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.batches import MOST_WAITING, LateWrites, allocate, copy_batch
-from rl_lab.buffers.chunk_files import ChunkFiles, Lost, Plan, Rows, check_layout, plan_restore, put_back
+from rl_lab.buffers.batches import MAX_PENDING, DeferredWrites, allocate, copy_batch
+from rl_lab.buffers.chunk_files import (
+    ChunkFiles,
+    LostFile,
+    RestorePlan,
+    Rows,
+    check_layout,
+    plan_restore,
+    restore_rows,
+)
 from rl_lab.buffers.ring import (
     Array,
     Columns,
@@ -42,15 +50,15 @@ from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
 
 
 class ReplayBuffer:
-    """A ring of rows per environment.
+    """A ring buffer of rows for each environment.
 
     columns:     name -> shape and dtype of one row's array (dtype "bfloat16" is allowed)
-    capacity:    rows in all streams together; each stream holds capacity // num_streams
-    device:      where batches are wanted
-    storage:     "device", "host", "disk", or "auto": the device when the rows take under half of its free memory
-    folder:      for "disk": where the scratch files lie (None: the working folder); see mapped_files.py
-    mutable:     columns that `write_back` and `write` may change after they were added
-    samplers:    more samplers for BatchSpec.sampler to name, beside "uniform" and "online"
+    capacity:    rows of all streams together; each stream holds capacity // num_streams
+    device:      device of the sampled batches
+    storage:     "device", "host", "disk", or "auto": the device if under half of its free memory is needed
+    folder:      for "disk": folder of the scratch files (None: the working directory); see ring.MappedFiles
+    mutable:     columns that `write_back` and `write` may change after the rows were added
+    samplers:    samplers that BatchSpec.sampler may name in addition to "uniform" and "online"
     chunk_rows:  positions per checkpoint file
     """
 
@@ -69,11 +77,11 @@ class ReplayBuffer:
     ) -> None:
         if capacity < num_streams or num_streams < 1:
             raise ConfigError(
-                f"a buffer of {capacity} rows cannot serve {num_streams} environments; raise its capacity"
+                f"capacity {capacity} is less than one row for each of {num_streams} environments; raise it"
             )
         for name in mutable:
             if name not in columns:
-                raise ConfigError(f"mutable column '{name}' is not a column.{closest(name, columns)}")
+                raise ConfigError(f"mutable: '{name}' is not a column.{closest(name, columns)}")
         self.device = torch.device(device)
         self.num_streams = num_streams
         self.ring = Ring(num_streams, capacity // num_streams)
@@ -86,13 +94,13 @@ class ReplayBuffer:
         self._added: list[str] = []
         self._factories = dict(samplers or {})
         self._samplers: dict[str, Sampler] = {}
-        self._specs: dict[str, BatchSpec] = {}  # what each sampler draws for
+        self._specs: dict[str, BatchSpec] = {}  # BatchSpec of each sampler
         self._staging: dict[BatchSpec, tuple[Batch, torch.cuda.Event | None]] = {}
-        self._late = LateWrites(self._write_rows)
+        self._deferred = DeferredWrites(self._write_rows)
         self._files = ChunkFiles(chunk_rows)
-        self._gap_behind = False  # rows were lost behind the newest one
+        self._gap_behind = False  # rows after the newest one were lost
 
-    # ---------------------------------------------------------------- what it holds
+    # ---------------------------------------------------------------- contents
 
     @property
     def columns(self) -> dict[str, ArraySpec]:
@@ -108,17 +116,17 @@ class ReplayBuffer:
 
     @property
     def size(self) -> int:
-        """Rows stored, over all streams."""
+        """Rows stored in all streams."""
         return self.ring.stored * self.num_streams
 
     @property
     def capacity(self) -> int:
-        """Rows that fit, over all streams."""
+        """Maximum number of rows in all streams."""
         return self._columns.rows
 
     @property
     def total_rows(self) -> int:
-        """Rows ever added to each stream, which is also the position after the newest row."""
+        """Rows ever added to each stream; also the position after the newest row."""
         return self.ring.cursor
 
     @property
@@ -127,16 +135,16 @@ class ReplayBuffer:
 
     @property
     def bytes_per_row(self) -> int:
-        """Stored bytes of one row, with the host's note of its age in the episode."""
+        """Bytes of one stored row, including its age in the episode (kept on the host)."""
         return sum(row_bytes(spec) for spec in self._columns.specs.values()) + self.ring.age.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Memory when full."""
+        """Bytes of memory when the buffer is full."""
         return self.capacity * self.bytes_per_row
 
     def describe(self) -> str:
-        """The memory estimate, in a line."""
+        """One line with the size and the memory estimate."""
         return (
             f"{self.capacity:,} rows ({self.num_streams} × {self.ring.capacity:,}) × {self.bytes_per_row:,} bytes = "
             f"{self.nbytes / 1e9:.2f} GB when full, {self._columns.place(self.device)}"
@@ -147,15 +155,17 @@ class ReplayBuffer:
     def add(self, rows: Mapping[str, Array]) -> None:
         """Store one row per stream, name -> (N, …), or T rows at once, name -> (N, T, …).
 
-        `is_first` is read on the host: give it as a host array, or adding waits for the device. Columns made by
-        `add_column` may be left out; they are zero until written.
+        `is_first` is read on the host: pass it as a host array, otherwise `add` waits for the device. Columns
+        created by `add_column` may be omitted; they are zero until they are written.
         """
         specs = self._columns.specs
         missing = [name for name in specs if name not in rows and name not in self._added]
         unknown = [name for name in rows if name not in specs]
         if missing or unknown:
-            fault = f"lacks column '{missing[0]}'" if missing else f"has an unknown column '{unknown[0]}'"
-            raise ConfigError(f"a row {fault}: rows bring {sorted(rows)}, the buffer stores {sorted(specs)}")
+            fault = f"'{missing[0]}' is missing" if missing else f"'{unknown[0]}' is unknown"
+            raise ConfigError(
+                f"column {fault}: the rows have {sorted(rows)}, but the buffer stores {sorted(specs)}"
+            )
         name, value = next(iter(rows.items()))
         timed = value.ndim == len(specs[name].shape) + 2
         steps = int(value.shape[1]) if timed else 1
@@ -163,13 +173,13 @@ class ReplayBuffer:
         tensors = {name: as_rows(name, value, specs[name], lead) for name, value in rows.items()}
         if not timed:
             tensors = {name: value.unsqueeze(1) for name, value in tensors.items()}
-        self._late.settle(leave=MOST_WAITING)
+        self._deferred.flush(max_pending=MAX_PENDING)
         if self._gap_behind and "is_first" in tensors:  # the row before this one is lost
             tensors["is_first"] = tensors["is_first"].clone()
             tensors["is_first"][:, 0] = True
         self._gap_behind = False
         done = 0
-        while done < steps:  # up to the end of the ring at a time
+        while done < steps:  # each run stops at the end of the ring
             count = min(steps - done, self.ring.capacity - self.ring.cursor % self.ring.capacity)
             self._add_run({name: value[:, done : done + count] for name, value in tensors.items()}, count)
             done += count
@@ -188,11 +198,11 @@ class ReplayBuffer:
     # ---------------------------------------------------------------- sampling
 
     def ready(self, spec: BatchSpec) -> bool:
-        """Whether a batch can be drawn."""
+        """Return whether a batch can be drawn."""
         return self._sampler(spec).available() > 0
 
     def shortage(self, spec: BatchSpec) -> str:
-        """Why a batch cannot be drawn yet; "" when it can."""
+        """Return why a batch cannot be drawn yet, or "" if it can."""
         if self.ready(spec):
             return ""
         held = f"the buffer holds {self.ring.stored} rows per environment"
@@ -201,18 +211,21 @@ class ReplayBuffer:
         return f"{held}, and a sequence needs {1 if spec.boundary == 'pad' else spec.rows}"
 
     def make_batch(self, spec: BatchSpec, *, device: torch.device | str | None = None) -> Batch:
-        """An empty batch for `sample(out=…)`, on the training device. On the host it is pinned where that helps."""
+        """Return an empty batch for `sample(out=…)`. device: None is the training device
+
+        A batch on the host is pinned if the training device is a GPU.
+        """
         self._sampler(spec)
         place = self.device if device is None else torch.device(device)
         pin = place.type == "cpu" and self.device.type == "cuda"
         return allocate(self._columns.specs, spec, place, pin)
 
     def sample(self, spec: BatchSpec, *, generator: torch.Generator, out: Batch | None = None) -> Batch:
-        """Fill `out` (or a new batch) with sequences. generator: on the CPU"""
+        """Fill `out` (or a new batch) with sequences. generator: a CPU generator"""
         sampler = self._sampler(spec)
         if not sampler.available():
             raise ConfigError(f"nothing to sample: {self.shortage(spec)}")
-        self._late.settle(leave=MOST_WAITING)
+        self._deferred.flush(max_pending=MAX_PENDING)
         stream, position = sampler.draw(spec.size, generator)
         out = self.make_batch(spec) if out is None else out
         assert out.index is not None
@@ -221,7 +234,7 @@ class ReplayBuffer:
         else:
             staging, sent = self._stage(spec, out)
             if sent is not None:
-                sent.synchronize()  # the last batch may still be on its way out of the same memory
+                sent.synchronize()  # the previous batch may still be copied from the same memory
             self._fill(staging, spec, stream, position)
             copy_batch(staging, out)
             if sent is not None:
@@ -229,11 +242,11 @@ class ReplayBuffer:
         return out
 
     def undo(self, spec: BatchSpec) -> None:
-        """Give back what the sampler took for the last batch, to draw it again later (see BatchStream)."""
+        """Undo the sampler's last draw, so that the batch can be drawn again (see BatchStream)."""
         self._sampler(spec).undo()
 
     def _fill(self, out: Batch, spec: BatchSpec, stream: Any, position: Any) -> None:
-        """Fetch the rows from each start on into `out`, which lies where the rows are."""
+        """Copy the rows that begin at each start into `out`, which is on the storage device."""
         assert out.index is not None
         index = self._columns.locate(stream, position, spec.rows, out.index)
         flat_mask = None
@@ -246,13 +259,13 @@ class ReplayBuffer:
             self._columns.gather(name, index, value, flat_mask)
 
     def _sampler(self, spec: BatchSpec) -> Sampler:
-        """The sampler of a BatchSpec, made when it is first asked for."""
+        """Return the sampler of a BatchSpec; it is created at the first call."""
         key = sampler_key(spec)
         if key not in self._samplers:
             if spec.rows > self.ring.capacity:
                 raise ConfigError(
                     f"sequences of {spec.rows} rows do not fit into a buffer of {self.ring.capacity} rows for each of "
-                    f"{self.num_streams} environments: give it a capacity of at least {spec.rows * self.num_streams}"
+                    f"{self.num_streams} environments: set a capacity of at least {spec.rows * self.num_streams}"
                 )
             if spec.boundary != "cross" and "is_first" not in self._columns.specs:
                 raise ConfigError(
@@ -263,20 +276,23 @@ class ReplayBuffer:
         return self._samplers[key]
 
     def _stage(self, spec: BatchSpec, out: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        """A batch beside the rows, on the way to one on another device."""
+        """Return a batch on the storage device, to be copied to `out`, and the event of the last copy."""
         spec = replace(spec, keys=tuple(out.columns))
         if spec not in self._staging:
             event = torch.cuda.Event() if self.device.type == "cuda" else None
             self._staging[spec] = (self.make_batch(spec, device=self.storage_device), event)
         return self._staging[spec]
 
-    # ---------------------------------------------------------------- changing stored rows
+    # ---------------------------------------------------------------- writing to stored rows
 
     def write_back(self, index: RowIndex, columns: Mapping[str, torch.Tensor], *, offset: int) -> None:
-        """Replace mutable columns of sampled rows. columns: name -> (B, L, …), for rows offset … offset+L of each.
+        """Replace mutable columns of sampled rows.
 
-        Rows overwritten since they were sampled, and padding, are dropped, without asking the device anything.
-        Where sequences of a batch share rows, the last one wins on the CPU, any one on a GPU.
+        columns: name -> (B, L, …), for rows offset … offset+L of each sequence
+
+        Padding and rows that were overwritten since they were sampled are skipped, without a device
+        synchronization. If sequences of a batch share rows, the last one wins on the CPU and any one of them
+        on a GPU.
         """
         if not columns:
             return
@@ -286,7 +302,7 @@ class ReplayBuffer:
             as_rows(name, value, self._columns.specs[name], (len(index.stream), length))
         if index.stream.is_cuda and self.on_host:
             small = {name: value.to(self._columns.rings[name].dtype) for name, value in columns.items()}
-            self._late.push(index, small, offset)
+            self._deferred.push(index, small, offset)
         else:
             self._write_rows(index, columns, offset)
         self._files.touch_all()
@@ -298,14 +314,14 @@ class ReplayBuffer:
             self._columns.scatter(name, where, value.detach())
 
     def read(self, position: int, count: int) -> Batch:
-        """Rows position … position+count of every stream, (N, count, …), on the training device."""
+        """Return rows position … position+count of every stream, (N, count, …), on the training device."""
         self._check_held(position, count)
         streams = torch.arange(self.num_streams, device=self.device)
         rows = self._rows(list(self.columns), position, count, self.device)
         return Batch(rows, RowIndex(streams, torch.full_like(streams, position)))
 
     def write(self, position: int, columns: Mapping[str, torch.Tensor]) -> None:
-        """Replace mutable or added columns of neighbouring rows. columns: name -> (N, count, …)"""
+        """Replace mutable or added columns of consecutive rows. columns: name -> (N, count, …)"""
         self._check_mutable(columns)
         for name, value in columns.items():
             count = int(value.shape[1])
@@ -315,7 +331,7 @@ class ReplayBuffer:
             self._files.touch(position, position + count)
 
     def add_column(self, name: str, spec: ArraySpec) -> None:
-        """A new mutable column, zero until written. Asking again for the same one changes nothing."""
+        """Add a mutable column of zeros. A second call with the same arguments does nothing."""
         present = self._columns.specs.get(name)
         if present is None:
             self._columns.allocate(name, spec)
@@ -335,25 +351,27 @@ class ReplayBuffer:
     def _check_held(self, position: int, count: int) -> None:
         if position < self.ring.oldest or position + count > self.ring.cursor or count < 0:
             held = f"{self.ring.oldest} to {self.ring.cursor}"
-            raise ConfigError(f"rows {position} to {position + count} are not held; the buffer holds {held}")
+            raise ConfigError(
+                f"rows {position} to {position + count} are not stored; the buffer holds {held}"
+            )
 
     def _rows(self, names: Sequence[str], position: int, count: int, device: torch.device) -> Rows:
-        """Copies (N, count, …) of neighbouring rows of all streams."""
-        self._late.settle()
+        """Return copies (N, count, …) of consecutive rows of all streams."""
+        self._deferred.flush()
         return {name: self._columns.read(name, position, count).to(device) for name in names}
 
     # ---------------------------------------------------------------- checkpoints
 
     def get_state(self) -> dict[str, Any]:
-        """State of the samplers. The rows are saved by `checkpoint`."""
+        """Return the state of the samplers. `checkpoint` saves the rows."""
         return samplers_state(self._samplers, self._specs)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take back the samplers, also those of BatchSpecs not asked for yet: rows may be added before they are."""
+        """Restore all saved samplers, also unused ones, because rows may be added before their first use."""
         restore_samplers(state, self._sampler)
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
-        """Save the rows into a folder, writing only what is new there. returns: {"files": …, "meta": …}, JSON-able."""
+        """Save the rows to a folder, writing only new data. returns: {"files": …, "meta": …} for JSON"""
 
         def read(names: Sequence[str], first: int, last: int) -> Rows:
             return self._rows(names, first, last - first, torch.device("cpu"))
@@ -361,29 +379,31 @@ class ReplayBuffer:
         layout = self._layout() | ({"gap_behind": True} if self._gap_behind else {})
         return self._files.save(folder, layout, self.ring.oldest, self.ring.cursor, read)
 
-    def restore(self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False) -> list[Lost]:
-        """Take back the rows of a checkpoint; CheckpointError when it is damaged or of another shape.
+    def restore(
+        self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False
+    ) -> list[LostFile]:
+        """Restore the rows of a checkpoint; CheckpointError if it is damaged or does not fit this buffer.
 
-        skip_corrupt: do without damaged files and return what was in them; see salvage.py.
+        skip_corrupt: skip damaged files and return them; see chunk_files.plan_restore
         """
         meta = entry["meta"]
         check_layout(meta, self._layout())
         for name in meta["added"]:
             self.add_column(name, ArraySpec.from_dict(meta["columns"][name]))
-        self._late.settle()
+        self._deferred.flush()
         plan = self._plan(folder, entry, skip_corrupt)
-        put_back(plan, self._files.load(folder, plan.entry, self._layout()), self._columns)
+        restore_rows(plan, self._files.load(folder, plan.entry, self._layout()), self._columns)
         self._gap_behind = plan.gap_behind
         if plan.lost:
-            self._files.forget()
+            self._files.ignore_written()
         self._rebuild_ring(plan.cursor, plan.first)
         return plan.lost
 
-    def _plan(self, folder: Path, entry: Mapping[str, Any], skip_corrupt: bool) -> Plan:
+    def _plan(self, folder: Path, entry: Mapping[str, Any], skip_corrupt: bool) -> RestorePlan:
         return plan_restore(folder, entry, self.ring.capacity, skip_corrupt=skip_corrupt)
 
     def _rebuild_ring(self, cursor: int, oldest: int = 0) -> None:
-        """Find the episodes in rows that were put in place."""
+        """Recompute where episodes begin after rows were restored."""
         first = None
         if "is_first" in self._columns.specs:
             begin = max(oldest, cursor - self.ring.capacity)

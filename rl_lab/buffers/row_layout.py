@@ -1,7 +1,8 @@
-"""Rows as bytes: how the columns of a row lie in a stored block.
+"""RowLayout: the columns of a row as bytes in a stored block, and the layout file of a folder of episodes.
 
-A block is a run of neighbouring rows of one episode, column behind column. It is what is packed, checked, read and kept in
-memory at once: small enough that a short sequence does not unpack a long episode, large enough to pack well.
+A block holds consecutive rows of one episode, one column after the other. It is the unit of compression,
+checksums, reads and caching: small enough that a short sequence does not decompress a long episode, large
+enough to compress well.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from rl_lab.records import ArraySpec, Spec
 from rl_lab.utils.files import read_json, write_json_atomic
 
 BLOCK_BYTES = 1 << 14
-FEWEST_ROWS, MOST_ROWS = 16, 4096  # per block
+MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 16, 4096  # per block
 
-LAYOUT = "layout.json"  # of a folder of episodes
+LAYOUT = "layout.json"  # file in a folder of episodes
 FORMAT = 1
 
 Bytes = dict[str, np.ndarray]  # column -> (rows, bytes per row) uint8
 
 
 class RowLayout:
-    """The columns of a row, as bytes.
+    """The columns of a row as bytes.
 
-    block_rows: None is what makes 16 kilobytes, and 16 rows at least
-    action:     what the environment's actions are, as ActionSpec.to_dict has it, where that is known
+    block_rows: rows per block; None: about 16 kB, at least 16 rows
+    action:     the environment's action space as ActionSpec.to_dict gives it, if known
     """
 
     def __init__(
@@ -47,23 +48,25 @@ class RowLayout:
         self.widths = {name: row_bytes(spec) for name, spec in columns.items()}
         empty = next((name for name, width in self.widths.items() if not width), None)
         if empty is not None:
-            raise ConfigError(f"column '{empty}' of shape {columns[empty].shape} holds nothing; leave it out")
+            raise ConfigError(f"column '{empty}' of shape {columns[empty].shape} has no elements; remove it")
         self.row_bytes = sum(self.widths.values())
-        self.block_rows = block_rows or min(MOST_ROWS, max(FEWEST_ROWS, BLOCK_BYTES // self.row_bytes))
+        self.block_rows = block_rows or min(
+            MAX_BLOCK_ROWS, max(MIN_BLOCK_ROWS, BLOCK_BYTES // self.row_bytes)
+        )
 
     def blocks(self, rows: int) -> int:
-        """Blocks of an episode."""
+        """Return the number of blocks of an episode."""
         return -(-rows // self.block_rows)
 
     def rows_in(self, block: int, rows: int) -> int:
-        """Rows of a block of an episode of `rows` rows."""
+        """Return the number of rows of a block, in an episode of `rows` rows."""
         return min(self.block_rows, rows - block * self.block_rows)
 
     def pack(self, rows: Bytes, begin: int, end: int) -> bytes:
         return b"".join(rows[name][begin:end].tobytes() for name in self.columns)
 
     def unpack(self, data: bytes, rows: int) -> Bytes:
-        """Views of the block's memory, which is read-only."""
+        """Return read-only views of the block's memory."""
         found, offset = {}, 0
         for name, width in self.widths.items():
             found[name] = np.frombuffer(data, np.uint8, rows * width, offset).reshape(rows, width)
@@ -71,12 +74,12 @@ class RowLayout:
         return found
 
     def as_bytes(self, name: str, tensor: torch.Tensor, lead: int) -> np.ndarray:
-        """A tensor (lead dimensions …, *shape) on the host, as (lead dimensions …, bytes), sharing memory if it can."""
+        """Return a host tensor (…, *shape) with `lead` leading dimensions as (…, bytes), a view if it can."""
         tensor = tensor.to(torch_dtype(self.columns[name].dtype)).contiguous()
         return tensor.reshape(*tensor.shape[:lead], -1).view(torch.uint8).numpy()
 
     def as_tensor(self, name: str, rows: np.ndarray) -> torch.Tensor:
-        """(…, bytes) as (…, *shape), sharing memory."""
+        """Return (…, bytes) as (…, *shape), without a copy."""
         spec = self.columns[name]
         tensor = torch.from_numpy(rows).view(torch_dtype(spec.dtype))
         return tensor.reshape(*rows.shape[:-1], *spec.shape)
@@ -92,31 +95,31 @@ class RowLayout:
 
 
 def differences(here: Mapping[str, ArraySpec], there: Mapping[str, ArraySpec]) -> Sequence[str]:
-    """One clause for each column that is not the same on both sides."""
+    """Describe each column that differs. here: of this run; there: of the stored data"""
 
     def brief(spec: ArraySpec | None) -> str:
         return f"{spec.dtype} {spec.shape}" if spec else "absent"
 
     return [
-        f"'{name}' is {brief(here.get(name))} here and {brief(there.get(name))} there"
+        f"'{name}' is {brief(here.get(name))} in this run and {brief(there.get(name))} in the stored data"
         for name in sorted({*here, *there})
         if here.get(name) != there.get(name)
     ]
 
 
 def check_row(layout: RowLayout, spec: Spec, columns: Mapping[str, ArraySpec], where: Path) -> list[str]:
-    """ConfigError unless stored rows fit the environment; returns columns beside the row that are not stored so."""
+    """Raise ConfigError unless the stored rows fit the environment; return `columns` stored differently."""
     for name, wanted in spec.row_columns().items():
         have = layout.columns.get(name)
         if name in columns and have != wanted:
             there = f"{have.dtype} {have.shape}" if have else "absent"
             raise ConfigError(
-                f"'{name}' is {there} in {where}, but {wanted.dtype} {wanted.shape} in {spec.name}: the data is of "
-                "another environment"
+                f"'{name}' is {there} in {where}, but {wanted.dtype} {wanted.shape} in {spec.name}: use data of "
+                "the same environment"
             )
     if layout.action and layout.action != spec.action.to_dict():
         raise ConfigError(
-            f"actions are {layout.action} in {where}, but {spec.action.to_dict()} in {spec.name}: the data is of another "
+            f"actions are {layout.action} in {where}, but {spec.action.to_dict()} in {spec.name}: use data of the same "
             "environment"
         )
     return [name for name in columns if layout.columns.get(name) != columns[name]]
@@ -128,18 +131,18 @@ def write_layout(folder: Path, layout: RowLayout) -> None:
 
 
 def read_layout(folder: Path) -> RowLayout:
-    """How rows lie in the episodes of a folder."""
+    """Read the layout file of a folder of episodes."""
     path = folder / LAYOUT
     try:
         content = read_json(path)
         check, version = content.pop("check", None), content.get("format")
         layout = RowLayout.from_dict(content)
     except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): it is damaged or not ours") from None
+        raise ConfigError(f"{path} cannot be read ({error}): it is damaged or not a layout file") from None
     if version != FORMAT:
-        raise ConfigError(f"{path} is of format {version}; this version reads {FORMAT}")
+        raise ConfigError(f"{path} has format {version}, but this version reads {FORMAT}")
     if check != _check(content):
-        raise ConfigError(f"{path} cannot be read: its content does not match its own checksum")
+        raise ConfigError(f"{path} cannot be read: its content does not match its checksum")
     return layout
 
 

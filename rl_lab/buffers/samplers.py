@@ -1,7 +1,7 @@
-"""How sequences are chosen. A sampler sees positions only; the buffer fetches the rows.
+"""Samplers choose where sequences start. They work on positions; the buffer fetches the rows.
 
-A buffer keeps one sampler per BatchSpec. Another way of choosing (priorities, how often an episode was used)
-is another class here, registered in `SAMPLERS` or handed to the buffer as `samplers={"name": factory}`.
+A buffer has one sampler per BatchSpec. To add a sampler, register its class in `SAMPLERS` or pass it to the
+buffer as `samplers={"name": factory}`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from rl_lab.buffers.ring import Ring
 from rl_lab.errors import ConfigError, closest
 from rl_lab.records import BatchSpec
 
-REJECTION_ROUNDS = 16  # tries of twice the batch each, before all fitting starts are listed and drawn from
+REJECTION_ROUNDS = (
+    16  # of twice the batch size, before the sampler lists all valid starts and draws from them
+)
 Starts = tuple[np.ndarray, np.ndarray]  # stream (K,), position of the first row (K,), int64
 
 
 class Sampler(Protocol):
-    """Chooses where sequences start. Everything it draws comes from the generator, so it can be repeated."""
+    """Draws the starts of sequences. All randomness comes from the generator, so draws are reproducible."""
 
     def available(self) -> int:
-        """How many starts could be drawn now."""
+        """Return the number of starts that can be drawn now."""
 
     def draw(self, count: int, generator: torch.Generator) -> Starts:
-        """`count` starts, with repetition. Only called when `available()`."""
+        """Draw `count` starts with replacement. Only called if `available()` is not 0."""
 
     def undo(self) -> None:
-        """Take back the last draw, apart from the generator's state (the caller has that)."""
+        """Undo the last draw, except for the generator's state, which the caller restores."""
 
     def on_add(self, position: int) -> None:
-        """A row at `position` was added to every stream."""
+        """Called after a row at `position` was added to every stream."""
 
     def get_state(self) -> dict[str, Any]: ...
 
@@ -43,7 +45,7 @@ class Sampler(Protocol):
 
 
 def samplers_state(samplers: Mapping[str, Any], specs: Mapping[str, BatchSpec]) -> dict[str, Any]:
-    """What a buffer's samplers remember, each with the BatchSpec that it draws for."""
+    """Return the state of a buffer's samplers, each with its BatchSpec."""
     return {
         "samplers": [
             {"spec": asdict(specs[key]), "state": sampler.get_state()} for key, sampler in samplers.items()
@@ -52,22 +54,22 @@ def samplers_state(samplers: Mapping[str, Any], specs: Mapping[str, BatchSpec]) 
 
 
 def restore_samplers(state: Mapping[str, Any], sampler_for: Callable[[BatchSpec], Any]) -> None:
-    """Give it back to them; `sampler_for` makes those of BatchSpecs that were not asked for yet."""
+    """Restore the samplers; `sampler_for` creates those that do not exist yet."""
     for saved in state["samplers"]:
         sampler_for(BatchSpec(**saved["spec"])).set_state(saved["state"])
 
 
 class UniformSampler:
-    """Every start that the BatchSpec's boundary allows is equally likely."""
+    """Draws uniformly from all starts that the BatchSpec's boundary allows."""
 
     def __init__(self, ring: Ring, spec: BatchSpec) -> None:
         if spec.boundary == "pad" and spec.pad == "both":
-            raise ConfigError("replay pads sequences right or left, not both: use buffer=episodes for that")
+            raise ConfigError("pad 'both' needs buffer=episodes: this buffer pads only 'right' or 'left'")
         self._ring = ring
         self._rows = spec.rows
         self._boundary = spec.boundary
-        # A padded window hangs over its anchor: the first row (right) or the last one (left), which is held.
-        self._overhang = {"right": 0, "left": spec.rows - 1}[spec.pad] if spec.boundary == "pad" else 0
+        # A padded window has a stored anchor row: its first row (pad right) or its last row (pad left).
+        self._anchor_offset = {"right": 0, "left": spec.rows - 1}[spec.pad] if spec.boundary == "pad" else 0
 
     def available(self) -> int:
         if self._boundary == "within":
@@ -80,10 +82,10 @@ class UniformSampler:
         return self._draw_any(count, generator)
 
     def undo(self) -> None:
-        """Nothing is remembered between draws."""
+        """Nothing to undo: the sampler has no state."""
 
     def on_add(self, position: int) -> None:
-        """The ring itself knows what can be drawn."""
+        """Nothing to do: the starts are computed from the ring."""
 
     def get_state(self) -> dict[str, Any]:
         return {}
@@ -92,14 +94,14 @@ class UniformSampler:
         pass
 
     def _candidates(self) -> int:
-        """Starts per stream, whatever episodes do."""
+        """Return the number of starts per stream, regardless of episodes."""
         needed = 1 if self._boundary == "pad" else self._rows
         return max(0, self._ring.stored - needed + 1)
 
     def _draw_any(self, count: int, generator: torch.Generator) -> Starts:
         per_stream = self._candidates()
         pick = torch.randint(self._ring.num_streams * per_stream, (count,), generator=generator).numpy()
-        return pick // per_stream, self._ring.oldest + pick % per_stream - self._overhang
+        return pick // per_stream, self._ring.oldest + pick % per_stream - self._anchor_offset
 
     def _draw_within(self, count: int, generator: torch.Generator) -> Starts:
         found: list[Starts] = []
@@ -111,7 +113,7 @@ class UniformSampler:
             missing -= len(fits)
             if not missing:
                 break
-        else:  # such starts are rare here: list them all
+        else:  # valid starts are rare: list them all
             stream, start = self._ring.unbroken_starts(self._rows)
             pick = torch.randint(len(stream), (missing,), generator=generator).numpy()
             found.append((stream[pick], start[pick]))
@@ -120,21 +122,21 @@ class UniformSampler:
 
 
 class OnlineQueue:
-    """Fresh segments, in the order of their arrival.
+    """Queue of new segments, oldest first.
 
-    A stream's rows are cut into neighbouring, never overlapping segments of `rows` as they arrive; each complete
-    segment joins the queue. within: a new episode starts a new segment.
+    As rows are added, each stream is split into consecutive segments of `rows` rows without overlap; complete
+    segments are appended to the queue. within: a new episode starts a new segment
     """
 
     def __init__(self, num_streams: int, rows: int, within: bool, cursor: int) -> None:
         self._rows, self._within = rows, within
-        self._next = cursor  # the position that the next row must have
-        self._begin = np.full(num_streams, cursor)  # where each stream's open segment starts
+        self._next = cursor  # expected position of the next row
+        self._begin = np.full(num_streams, cursor)  # start of each stream's incomplete segment
         self._queue: deque[tuple[int, int]] = deque()
         self._taken: list[tuple[int, int]] = []
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """Stream and start of the oldest segments, `count` at most."""
+        """Remove and return stream and start of the oldest segments, at most `count`."""
         self._taken = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
         return self._taken
 
@@ -143,8 +145,8 @@ class OnlineQueue:
         self._taken = []
 
     def on_add(self, position: int, is_first: np.ndarray) -> None:
-        """A row was added to every stream. is_first: (N,) bool"""
-        if position != self._next:  # the rows were emptied or replaced: earlier segments mean nothing now
+        """Called after a row was added to every stream. is_first: (N,) bool"""
+        if position != self._next:  # the rows were restored: earlier segments are invalid
             self._queue.clear()
             self._begin[:] = position
         self._next = position + 1
@@ -155,8 +157,8 @@ class OnlineQueue:
             self._queue.extend((int(stream), int(self._begin[stream])) for stream in complete)
             self._begin[complete] = position + 1
 
-    def forget(self, oldest: int) -> None:
-        """Rows before this position are gone."""
+    def discard_before(self, oldest: int) -> None:
+        """Remove segments that start before this position: their rows are no longer stored."""
         while self._queue and self._queue[0][1] < oldest:
             self._queue.popleft()
 
@@ -172,7 +174,7 @@ class OnlineQueue:
 
 
 class OnlineSampler:
-    """Fresh sequences first, each once and in the order of their arrival; uniform for the rest of the batch."""
+    """Draws new sequences first, each once and oldest first, and fills the batch with uniform draws."""
 
     def __init__(self, ring: Ring, spec: BatchSpec) -> None:
         self._ring = ring
@@ -183,17 +185,17 @@ class OnlineSampler:
         return self._uniform.available()
 
     def draw(self, count: int, generator: torch.Generator) -> Starts:
-        self._queue.forget(self._ring.oldest)
-        fresh = np.array(self._queue.take(count), dtype=np.int64).reshape(-1, 2)
-        stream, start = self._uniform.draw(count - len(fresh), generator) if len(fresh) < count else _NOTHING
-        return np.concatenate([fresh[:, 0], stream]), np.concatenate([fresh[:, 1], start])
+        self._queue.discard_before(self._ring.oldest)
+        new = np.array(self._queue.take(count), dtype=np.int64).reshape(-1, 2)
+        stream, start = self._uniform.draw(count - len(new), generator) if len(new) < count else _NO_STARTS
+        return np.concatenate([new[:, 0], stream]), np.concatenate([new[:, 1], start])
 
     def undo(self) -> None:
         self._queue.undo()
 
     def on_add(self, position: int) -> None:
         self._queue.on_add(position, self._ring.age[:, position % self._ring.capacity] == 0)
-        self._queue.forget(self._ring.oldest)
+        self._queue.discard_before(self._ring.oldest)
 
     def get_state(self) -> dict[str, Any]:
         return self._queue.get_state()
@@ -202,21 +204,21 @@ class OnlineSampler:
         self._queue.set_state(state)
 
 
-_NOTHING: Starts = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+_NO_STARTS: Starts = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 SamplerFactory = Callable[[Ring, BatchSpec], Sampler]
 SAMPLERS: dict[str, SamplerFactory] = {"uniform": UniformSampler, "online": OnlineSampler}
 
 
 def make_sampler(ring: Ring, spec: BatchSpec, more: Mapping[str, SamplerFactory]) -> Sampler:
-    """The sampler that a BatchSpec names, from `SAMPLERS` and the buffer's own."""
+    """Create the sampler of a BatchSpec, from `SAMPLERS` and the samplers of the buffer."""
     known = {**SAMPLERS, **more}
     if spec.sampler not in known:
-        raise ConfigError(f"no sampler '{spec.sampler}'.{closest(spec.sampler, known)}")
+        raise ConfigError(f"sampler '{spec.sampler}' does not exist.{closest(spec.sampler, known)}")
     return known[spec.sampler](ring, spec)
 
 
 def sampler_key(spec: BatchSpec) -> str:
-    """What a sampler is kept under; equal for BatchSpecs that differ only in the columns fetched."""
+    """Return the dict key of a sampler; equal for BatchSpecs that differ only in their columns."""
     boundary = f"{spec.boundary}-{spec.pad}" if spec.boundary == "pad" else spec.boundary
     return f"{spec.sampler}/{spec.size}x({spec.context}+{spec.length})/{boundary}"

@@ -1,17 +1,16 @@
-"""The door for plain trajectories: what most people return from a step, turned into stored rows.
+"""TrajectoryAdapter: converts trajectories of plain environment steps to stored rows.
 
-The plain form of step k is the observation o_k that the agent saw, the action a_k it took, and the reward r_k
-and end d_k that *followed*. A stored row is what *arrived together*: so row k takes its reward and end from the
-step before.
+Plain step k has the observation o_k, the action a_k, and the reward r_k and end d_k that *follow* the action.
+A stored row has what the environment returned together, so row k has the reward and end of step k-1.
 
     row k  =  o_k,  reward r_{k-1},  terminated / truncated d_{k-1},  is_first,  action a_k
 
-The environments reset themselves on the step after an end (Gymnasium's NextStep), so with an end at step 2:
+The environments reset on the step after an end (Gymnasium's AutoresetMode.NEXT_STEP). With an end at step 2:
 
     step         0        1        2        3         4
-    seen         o_0      o_1      o_2      o_3       o_4        o_3 is the last observation of the episode,
-    taken        a_0      a_1      a_2      (ignored) a_4        o_4 the first of the next one
-    followed by  r_0      r_1      r_2 end  0         r_4
+    observation  o_0      o_1      o_2      o_3       o_4        o_3 is the last observation of the episode,
+    action       a_0      a_1      a_2      (ignored) a_4        o_4 the first of the next one
+    then         r_0      r_1      r_2 end  0         r_4
 
     row          0        1        2        3         4
     obs          o_0      o_1      o_2      o_3       o_4
@@ -20,7 +19,7 @@ The environments reset themselves on the step after an end (Gymnasium's NextStep
     is_first     yes      no       no       no        yes
     action       a_0      a_1      a_2      zeros     a_4
 
-Nothing is shifted against anything else, and nothing is dropped: reward and end wait here for one call.
+No step is dropped: the adapter keeps the last reward and end of each environment for the next call.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ from rl_lab.errors import ConfigError, closest
 from rl_lab.records import OBS_PREFIX, ArraySpec, Spec
 
 ENDS = ("dones", "terminated", "truncated")
-ONE_HOT_TOLERANCE = 1e-3  # one-hot samples with a straight-through gradient are ones only up to rounding
+ONE_HOT_TOLERANCE = 1e-3  # one-hot samples with a straight-through gradient have rounding errors
 
 
-class PlainDoor:
-    """Turns plain steps of N environments into rows, remembering the last reward and end of each.
+class TrajectoryAdapter:
+    """Converts plain steps of N environments to rows; it keeps the last reward and end of each environment.
 
-    extras: further columns that the trajectory brings and the buffer stores as they are.
+    extras: further columns of the trajectory, which the buffer stores unchanged
     """
 
     def __init__(self, spec: Spec, extras: Mapping[str, ArraySpec] | None = None) -> None:
         self.spec = spec
         self.extras = dict(extras or {})
-        self._reward: np.ndarray | None = None  # (N,) that followed the last step; None before the first call
+        self._reward: np.ndarray | None = None  # (N,) of the last step; None before the first call
         self._terminated = self._truncated = np.zeros(0, dtype=bool)
         self._first = np.zeros(0, dtype=bool)  # whether the next row is the first of an episode
 
     def convert(self, trajectory: Mapping[str, Any] | None) -> dict[str, np.ndarray] | None:
-        """Rows for `buffer.add`; None when there is nothing in the trajectory.
+        """Return the rows for `buffer.add`, or None if the trajectory is empty.
 
-        trajectory: observations (one array, or a dict by name), actions (indices or one-hot), rewards, and `dones`
-            and / or `terminated`, `truncated`; each (N, …), or (N, T, …) for T steps at once. `dones` alone counts as
-            terminated: only the other two can say that time ran out.
-        returns: columns (N, …), or (N, T, …) as given
+        trajectory: observations (one array, or a dict by name), actions (indices or one-hot), rewards, and
+            `dones` and / or `terminated`, `truncated`; each (N, …), or (N, T, …) for T steps. `dones` alone
+            counts as terminated: it cannot express a time limit.
+        returns: columns (N, …), or (N, T, …) as in the trajectory
         """
         if trajectory is None:
             return None
@@ -72,13 +71,13 @@ class PlainDoor:
         for name, spec in self.extras.items():
             rows[name] = _shaped(name, _array(trajectory[name]), (*lead, *spec.shape))
         steps = 1 if len(lead) == 1 else lead[1]
-        arrived = self._shift(*(flow.reshape(lead[0], steps) for flow in (reward, terminated, truncated)))
+        arrived = self._shift(*(value.reshape(lead[0], steps) for value in (reward, terminated, truncated)))
         rows |= {name: value.reshape(lead) for name, value in arrived.items()}
         rows["action"][rows["terminated"] | rows["truncated"]] = 0
         return rows
 
     def restart(self, streams: Sequence[int] | None = None) -> None:
-        """These environments (all: None) were reset from outside; their next row begins an episode."""
+        """Start a new episode with the next row of these environments (None: all), which the caller reset."""
         if self._reward is not None:
             which = slice(None) if streams is None else list(streams)
             self._reward[which] = 0
@@ -104,7 +103,7 @@ class PlainDoor:
     def _shift(
         self, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """What followed each step (N, T) as what arrived with each row (N, T); see the table above."""
+        """Convert the results of steps (N, T) to the columns of rows (N, T); see the module docstring."""
         streams = len(reward)
         if self._reward is None:
             self._reward = np.zeros(streams, dtype=np.float32)
@@ -112,23 +111,23 @@ class PlainDoor:
             self._first = np.ones(streams, dtype=bool)
         if len(self._reward) != streams:
             raise ConfigError(
-                f"the trajectory has {streams} environments, but the last one had {len(self._reward)}"
+                f"trajectory has {streams} environments, but the previous one had {len(self._reward)}"
             )
 
-        def late(last: np.ndarray, flow: np.ndarray) -> np.ndarray:
-            return np.concatenate([last[:, None], flow[:, :-1]], axis=1)
+        def delayed(last: np.ndarray, values: np.ndarray) -> np.ndarray:
+            return np.concatenate([last[:, None], values[:, :-1]], axis=1)
 
         arrived = {
-            "reward": late(self._reward, reward),
-            "terminated": late(self._terminated, terminated),
-            "truncated": late(self._truncated, truncated),
+            "reward": delayed(self._reward, reward),
+            "terminated": delayed(self._terminated, terminated),
+            "truncated": delayed(self._truncated, truncated),
         }
         ended = arrived["terminated"] | arrived["truncated"]
-        arrived["is_first"] = late(self._first, ended)
+        arrived["is_first"] = delayed(self._first, ended)
         if np.any(reward[ended] != 0) or np.any((terminated | truncated)[ended]):
             raise ConfigError(
-                "the step after an episode's end came with a reward or another end, so it was not a reset: this "
-                "door reads environments that reset on the next step (rl_lab.make_env, or Gymnasium's "
+                "trajectory has a reward or another end in the step after an episode's end, so this step was not a "
+                "reset: use environments that reset on the next step (rl_lab.make_env, or Gymnasium's "
                 "AutoresetMode.NEXT_STEP)"
             )
         self._reward = reward[:, -1].copy()
@@ -140,20 +139,20 @@ class PlainDoor:
         known = ("observations", "actions", "rewards", *ENDS, *self.extras)
         for key in trajectory:
             if key not in known:
-                raise ConfigError(f"a plain trajectory has no '{key}'.{closest(key, known)}")
+                raise ConfigError(f"trajectory key '{key}' is unknown.{closest(key, known)}")
         needed = ["observations", "actions", "rewards", *self.extras]
         if not {"terminated", "truncated"} <= set(trajectory):
             needed.append("dones")
         missing = [key for key in needed if key not in trajectory]
         if missing:
-            raise ConfigError(f"the trajectory lacks '{missing[0]}'; it has {sorted(trajectory)}")
+            raise ConfigError(f"trajectory key '{missing[0]}' is missing; the keys are {sorted(trajectory)}")
 
     def _observations(self, given: Any) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
-        """Observations by name, and the leading dimensions (N,) or (N, T) that all arrays must have."""
+        """Return the observations by name, and the leading dimensions (N,) or (N, T) of all arrays."""
         specs = self.spec.observations
         named = dict(given) if isinstance(given, Mapping) else dict.fromkeys(list(specs)[:1], given)
         if set(named) != set(specs):
-            raise ConfigError(f"observations are {sorted(named)}, but the environment gives {sorted(specs)}")
+            raise ConfigError(f"observations are {sorted(named)}, but the environment has {sorted(specs)}")
         arrays = {name: _array(named[name]) for name in specs}
         name, spec = next(iter(specs.items()))
         timed = arrays[name].ndim == len(spec.shape) + 2
@@ -162,7 +161,7 @@ class PlainDoor:
             value = _shaped(f"observations '{name}'", arrays[name], (*lead, *spec.shape))
             if not np.can_cast(value.dtype, spec.dtype, "same_kind"):
                 raise ConfigError(
-                    f"observations '{name}' are {value.dtype}, but the environment gives {spec.dtype}"
+                    f"observations '{name}' are {value.dtype}, but the environment has {spec.dtype}"
                 )
             arrays[name] = value.astype(spec.dtype, copy=False)
         return arrays, lead
@@ -178,7 +177,7 @@ class PlainDoor:
             either = given["terminated"] | given["truncated"]
             if dones is not None and np.any(dones != either):
                 raise ConfigError(
-                    "'dones' is not what 'terminated' or 'truncated' say; leave one of them out"
+                    "'dones' differs from 'terminated' or 'truncated'; remove 'dones' from the trajectory"
                 )
             return given["terminated"], given["truncated"]
         assert dones is not None
@@ -188,7 +187,7 @@ class PlainDoor:
         return dones & ~truncated, truncated
 
     def _actions(self, value: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
-        """Actions as they are stored, in fresh memory."""
+        """Return the actions in the stored form, as a copy."""
         action = self.spec.action
         stored = (*lead, *action.shape)
         if action.kind == "continuous":
@@ -203,19 +202,19 @@ class PlainDoor:
         choices = np.array(action.choices) if action.shape else action.choices[0]
         if np.any(indices != value) or np.any(indices < 0) or np.any(indices >= choices):
             raise ConfigError(
-                f"actions must be whole numbers from 0, below {action.choices}; got {value.reshape(-1)[:8]}"
+                f"actions must be integers from 0, below {action.choices}; got {value.reshape(-1)[:8]}"
             )
         return indices
 
     def _from_one_hot(self, value: np.ndarray) -> np.ndarray:
-        """Indices of one-hot choices side by side, (…, sum of choices) -> (…,) or (…, k)."""
+        """Convert concatenated one-hot vectors to indices, (…, sum of choices) -> (…,) or (…, k)."""
         indices = []
         for choice in np.split(value, np.cumsum(self.spec.action.choices)[:-1], axis=-1):
             index = choice.argmax(-1)
             exact = np.eye(choice.shape[-1])[index]
             if np.abs(choice - exact).max() > ONE_HOT_TOLERANCE:
                 raise ConfigError(
-                    "actions have the shape of one-hot vectors, but are not: each needs a single 1"
+                    "actions have the shape of one-hot vectors, but each vector needs a single 1"
                 )
             indices.append(index)
         return np.stack(indices, axis=-1) if self.spec.action.shape else indices[0]
@@ -228,6 +227,6 @@ def _array(value: Any) -> np.ndarray:
 def _shaped(what: str, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if value.shape != shape:
         raise ConfigError(
-            f"{what} have shape {value.shape}, but {shape} is expected: environments first, then time"
+            f"{what} have shape {value.shape}, but {shape} is expected (environments, then time)"
         )
     return value

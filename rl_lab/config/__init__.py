@@ -1,1 +1,1 @@
-"""From the command line to one config: composing, checking, saving, several runs."""
+"""Composes, checks and compares configs, and runs sweeps."""

@@ -1,8 +1,8 @@
-"""Values of a config that would otherwise fail late, or worse, mean something else than was written.
+"""Checks a config for unknown keys and values of the wrong type, before anything is built.
 
-`logging.tensorboard=flase` is text, and text counts as true; `total_timestep:` in an experiment's file is a new key
-that nobody reads. Both are said here, before anything is built. What belongs to an algorithm or a suite is checked
-where it is read.
+Without these checks `logging.tensorboard=flase` would be a string, which counts as true, and
+`total_timestep:` in an experiment would be a new key that nothing reads. Keys of an algorithm or a suite are
+checked where they are read.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from rl_lab.errors import ConfigError, closest
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 ROOT_FILE = CONFIG_FOLDER / "config.yaml"
 # Sections whose keys are all in the root config.
-CLOSED = ("experiment", "training", "logging", "wandb", "load")
-SECTIONS = (*CLOSED, "algorithm", "components", "controllers", "buffers", "optimizers")
-GROUPS = ("environment", "workflow", "hydra")  # root keys that come with a group
-SIMILAR = 0.75  # a new root key so close to a known one is a slip of the pen; others are the user's own
+CLOSED_SECTIONS = ("experiment", "training", "logging", "wandb", "load")
+SECTIONS = (*CLOSED_SECTIONS, "algorithm", "components", "controllers", "buffers", "optimizers")
+GROUPS = ("environment", "workflow", "hydra")  # root keys that a group adds
+SIMILAR = 0.75  # a new root key this close to a known one is a typo; other keys belong to the user
 
-Rule = tuple[str, Callable[[Any], bool]]  # what the value must be, in words and as a test
+Rule = tuple[str, Callable[[Any], bool]]  # description of valid values, and a test
 
 
-def whole(least: int, *more: Any) -> Rule:
-    """A whole number of at least `least` (YAML reads 1e6 as a float), or one of `more`."""
-    words = f"a whole number of at least {least}" + "".join(f" or {_shown(value)}" for value in more)
-    return words, lambda value: _among(value, more) or (_is_number(value) and value == int(value) >= least)
+def integer(least: int, *more: Any) -> Rule:
+    """Rule for an integer of at least `least` (YAML reads 1e6 as a float), or one of `more`."""
+    text = f"an integer of at least {least}" + "".join(f" or {_shown(value)}" for value in more)
+    return text, lambda value: _among(value, more) or (_is_number(value) and value == int(value) >= least)
 
 
 def positive(*more: Any) -> Rule:
-    words = "a number above 0" + "".join(f" or {_shown(value)}" for value in more)
-    return words, lambda value: _among(value, more) or (_is_number(value) and value > 0)
+    text = "a number above 0" + "".join(f" or {_shown(value)}" for value in more)
+    return text, lambda value: _among(value, more) or (_is_number(value) and value > 0)
 
 
 def one_of(*names: Any) -> Rule:
@@ -56,9 +56,9 @@ def _shown(value: Any) -> str:
 
 
 FLAG: Rule = one_of(True, False)
-TEXT: Rule = ("text", lambda value: isinstance(value, str) and bool(value))
+TEXT: Rule = ("a string", lambda value: isinstance(value, str) and bool(value))
 PATH: Rule = ("a path or null", lambda value: value is None or (isinstance(value, str) and "\0" not in value))
-SECTION: Rule = ("a group of keys", lambda value: isinstance(value, Mapping))
+SECTION: Rule = ("a mapping", lambda value: isinstance(value, Mapping))
 NAMES: Rule = (
     "a list of names, all or null",
     lambda value: (
@@ -67,25 +67,25 @@ NAMES: Rule = (
         or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     ),
 )
-EVERY: Rule = whole(1, None)
+EVERY: Rule = integer(1, None)
 STOP: Rule = one_of("stop", "continue")
 
 RULES: dict[str, Rule] = {
     "experiment.name": ("a name", lambda value: isinstance(value, str | int) and value != ""),
     "experiment.seed": (
-        "a whole number",
+        "an integer",
         lambda value: isinstance(value, int) and not isinstance(value, bool),
     ),
     "experiment.device": TEXT,
-    "algorithm.batch_size": whole(1),
-    "algorithm.batch_length": whole(1),
+    "algorithm.batch_size": integer(1),
+    "algorithm.batch_length": integer(1),
     "algorithm.train_ratio": positive(None),
-    "training.total_timesteps": whole(1, None),
+    "training.total_timesteps": integer(1, None),
     "training.phases": ("a list", lambda value: isinstance(value, list)),
     "training.precision": TEXT,
     "training.capture": FLAG,
-    "training.prefetch": whole(0, "auto"),
-    "training.threads": whole(1),
+    "training.prefetch": integer(0, "auto"),
+    "training.threads": integer(1),
     "training.resume_path": PATH,
     **{f"training.{name}": SECTION for name in ("log", "evaluate", "report", "checkpoint")},
     **{
@@ -93,16 +93,16 @@ RULES: dict[str, Rule] = {
         for name in ("log", "evaluate", "report", "checkpoint")
         for counter in ("env_steps", "updates", "cycles")
     },
-    "training.evaluate.episodes": whole(1),
+    "training.evaluate.episodes": integer(1),
     "training.evaluate.sample": FLAG,
     "training.evaluate.video": FLAG,
-    "training.checkpoint.keep": whole(1),
-    "training.checkpoint.keep_weights": whole(-1),
-    "training.checkpoint.epoch_weights": whole(0),
+    "training.checkpoint.keep": integer(1),
+    "training.checkpoint.keep_weights": integer(-1),
+    "training.checkpoint.epoch_weights": integer(0),
     "training.on_nonfinite": STOP,
     "training.on_save_failure": STOP,
     "training.on_damaged_replay": one_of("older", "skip", "stop"),
-    "training.profile": whole(0),
+    "training.profile": integer(0),
     "load.path": PATH,
     "load.components": NAMES,
     "load.controllers": NAMES,
@@ -116,16 +116,16 @@ RULES: dict[str, Rule] = {
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """ConfigError for the first key that is unknown or has a value of the wrong kind. config: plain and resolved."""
+    """Raise ConfigError for an unknown key or a value of the wrong type. config: plain and resolved."""
     check_keys(config)
     check_values(config)
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """ConfigError for the first section that is missing, or value of the wrong kind. config: plain and resolved."""
+    """Raise ConfigError for a missing section or a value of the wrong type. config: plain and resolved."""
     for section in (*SECTIONS, *GROUPS[:2]):
         if section not in config:
-            raise ConfigError(f"the config has no '{section}'")
+            raise ConfigError(f"{section} is missing from the config: add this section")
     for path, (expected, fits) in RULES.items():
         for value in _values(config, path):
             if not fits(value):
@@ -135,66 +135,64 @@ def check_values(config: Mapping[str, Any]) -> None:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Unknown keys in sections that are ours, and root keys that look like a misspelt one."""
+    """Raise ConfigError for unknown keys in closed sections, and for root keys that look like a typo."""
     import difflib
 
     known = root_keys()
-    for section in CLOSED:
+    for section in CLOSED_SECTIONS:
         node = config.get(section)
         for key in node if isinstance(node, Mapping) else ():
             if key not in known[section]:
-                raise ConfigError(
-                    f"the config has no key '{section}.{key}'.{closest(str(key), known[section])}"
-                )
+                raise ConfigError(f"{section}.{key} is not a known key.{closest(str(key), known[section])}")
     environment = config.get("environment")
     environment = environment if isinstance(environment, Mapping) else {}
     evaluation = environment.get("eval")
     for key in evaluation if isinstance(evaluation, Mapping) else ():
         if key not in environment:
             raise ConfigError(
-                f"the config has no key 'environment.eval.{key}'.{closest(str(key), [k for k in environment if k != 'eval'])}"
+                f"environment.eval.{key} is not a known key.{closest(str(key), [k for k in environment if k != 'eval'])}"
             )
     roots = (*known, *GROUPS)
     for key in config:
         if key not in roots and difflib.get_close_matches(str(key), roots, n=1, cutoff=SIMILAR):
-            raise ConfigError(f"the config has no key '{key}'.{closest(str(key), roots)}")
+            raise ConfigError(f"{key} is not a known key.{closest(str(key), roots)}")
 
 
 @cache
 def root_keys() -> dict[str, Any]:
-    """The root config as it stands in its file: every key that it has, by section."""
+    """Return the root config file as a dict, without its defaults list."""
     import yaml
 
     content: dict[str, Any] = yaml.safe_load(ROOT_FILE.read_text())
     return {key: node for key, node in content.items() if key != "defaults"}
 
 
-def check_kinds(config: Mapping[str, Any], usual: Mapping[str, Any], paths: Iterable[str]) -> None:
-    """Values given on the command line are of the kind that the files state: a number stays a number.
+def check_types(config: Mapping[str, Any], default: Mapping[str, Any], paths: Iterable[str]) -> None:
+    """Check that overrides have the type of the value in the config files: a number stays a number.
 
-    config, usual: plain, with and without those words; paths: the keys that they set. Null, interpolations and what
-    is null or text in the files may be anything here.
+    config, default: plain configs with and without the overrides; paths: the keys that they set. Null and
+    interpolations are allowed, and a value that is null or a string in the files may get any type.
     """
     for path in paths:
-        for now, then in zip(_values(config, path), _values(usual, path)):
-            if now is None or then is None or isinstance(then, str) or str(now).startswith("${"):
+        for new, old in zip(_values(config, path), _values(default, path)):
+            if new is None or old is None or isinstance(old, str) or str(new).startswith("${"):
                 continue
-            if _kind(now) != _kind(then):
-                raise ConfigError(f"{path} must be {_kind(then)}, such as {then!r}, not {now!r}")
+            if _type_name(new) != _type_name(old):
+                raise ConfigError(f"{path} must be {_type_name(old)}, such as {old!r}, not {new!r}")
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, int | float):
         return "a number"
     if isinstance(value, Mapping):
-        return "a group of keys"
-    return "a list" if isinstance(value, list) else "text"
+        return "a mapping"
+    return "a list" if isinstance(value, list) else "a string"
 
 
 def _values(config: Mapping[str, Any], path: str) -> Iterator[Any]:
-    """The value at a path, if the config has one."""
+    """Yield the value at a path, if the config has one."""
     node: Any = config
     for key in path.split("."):
         if not isinstance(node, Mapping) or key not in node:
@@ -203,28 +201,28 @@ def _values(config: Mapping[str, Any], path: str) -> Iterator[Any]:
     yield node
 
 
-def check_size(word: str, config: DictConfig) -> None:
-    """`size=NAME` composes with any experiment. Where most of its widths are new they are of other networks.
+def check_size(override: str, config: DictConfig) -> None:
+    """Raise ConfigError if `size=NAME` belongs to other networks: if the algorithm lacks most of its widths.
 
-    config: without that word
+    config: composed without the override
     """
-    stated = config.algorithm.get("size")
-    file = CONFIG_FOLDER / "size" / f"{word.removeprefix('size=')}.yaml"
-    if stated is None or not file.exists():
+    known = config.algorithm.get("size")
+    file = CONFIG_FOLDER / "size" / f"{override.removeprefix('size=')}.yaml"
+    if known is None or not file.exists():
         return
     widths = _keys(file)
-    foreign = [key for key in widths if key not in stated]
-    if 2 * len(foreign) <= len(widths):
+    unknown = [key for key in widths if key not in known]
+    if 2 * len(unknown) <= len(widths):
         return
-    fitting = [folder.name for folder in CONFIG_FOLDER.glob("*_size") if _fits(folder, stated)]
+    fitting = [folder.name for folder in CONFIG_FOLDER.glob("*_size") if _fits(folder, known)]
     advice = f"use {fitting[0]}=NAME" if fitting else "set algorithm.size.KEY=NUMBER"
     raise ConfigError(
-        f"{word} is made for other networks: {config.experiment.name} has no {', '.join(foreign[:3])}; {advice}"
+        f"{override} is for other networks, {config.experiment.name} has no {', '.join(unknown[:3])}: {advice}"
     )
 
 
-def _fits(folder: Path, stated: Iterable[Any]) -> bool:
-    return all(key in stated for file in folder.glob("*.yaml") for key in _keys(file))
+def _fits(folder: Path, known: Iterable[Any]) -> bool:
+    return all(key in known for file in folder.glob("*.yaml") for key in _keys(file))
 
 
 def _keys(file: Path) -> list[str]:

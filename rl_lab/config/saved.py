@@ -1,4 +1,4 @@
-"""The config of a run that already has checkpoints: what may change, and whether it is still the one trained with."""
+"""Configs of saved runs: which keys may change on resume, and whether the config is still the trained one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_lab.records import Spec
 from rl_lab.run_folder import describe_differences
 from rl_lab.utils.files import json_safe
 
-# What may differ when a run is resumed: how long and how visibly it runs, not what it computes.
+# Keys that may change on resume: duration, output and speed of a run, not what it computes.
 SAFE_ON_RESUME = (
     "training.total_timesteps",
     "training.log",
@@ -42,7 +42,7 @@ SAFE_ON_RESUME = (
 )
 
 
-# Modules of the layout before 2026-11-18 that saved configs name, and where their classes are now.
+# Modules of the layout before 2026-11-18 in saved configs -> modules that have their classes now.
 MOVED = {
     "rl_lab.buffers.episode_priorities": "rl_lab.buffers.episodes.samplers",
     "rl_lab.buffers.stored_episodes": "rl_lab.buffers.episodes.buffer",
@@ -51,7 +51,8 @@ MOVED = {
     "rl_lab.components.controllers.q_ensemble": "rl_lab.components.controllers.tdmpc",
     "rl_lab.components.dynamics.delta_token_model": "rl_lab.components.dynamics.token_world_model",
     "rl_lab.components.dynamics.frame_token_model": "rl_lab.components.dynamics.token_world_model",
-    "rl_lab.components.dynamics.gru_backbone": "rl_lab.components.dynamics.sequence_backbone",
+    "rl_lab.components.dynamics.gru_backbone": "rl_lab.components.dynamics.backbones",
+    "rl_lab.components.dynamics.pretrained_backbone": "rl_lab.components.dynamics.backbones",
     "rl_lab.components.dynamics.latent_dynamics": "rl_lab.components.dynamics.deterministic_mlp",
     "rl_lab.components.nn.ema_quantizer": "rl_lab.components.nn.quantizers",
     "rl_lab.components.nn.frame_trunks": "rl_lab.components.controllers.recurrent_actor_critic",
@@ -73,7 +74,7 @@ MOVED = {
 
 
 def current_targets(config: Any) -> Any:
-    """A plain config with every `_target_` of the earlier layout replaced by today's path."""
+    """Return a plain config with every `_target_` of the earlier layout replaced by its current path."""
     if isinstance(config, Mapping):
         return {
             key: _current(value) if key == "_target_" and isinstance(value, str) else current_targets(value)
@@ -92,10 +93,11 @@ def is_safe(path: str) -> bool:
 
 
 def difference_from(trained: Mapping[str, Any] | None, config: Mapping[str, Any]) -> str:
-    """What of a plain config is not as a checkpoint was trained with, in a sentence; "" when nothing is.
+    """Return a sentence about the first key that differs from the config of a checkpoint, or "".
 
-    A config.yaml that was edited or damaged since would go on as another run, silently. trained: from the
-    checkpoint's manifest; older ones have none.
+    Without this check a run whose config.yaml was edited or damaged would silently continue as a different
+    run.
+    trained: the config in the checkpoint's manifest; older manifests have none.
     """
     if trained is None:
         return ""
@@ -106,12 +108,14 @@ def difference_from(trained: Mapping[str, Any] | None, config: Mapping[str, Any]
 
 
 def check_same_spec(file: Path, trained: Mapping[str, Any] | None, spec: Spec) -> None:
-    """The shapes that a run's folder states are those that its checkpoint was trained with."""
+    """Raise ConfigError if the saved spec of a run differs from that of its checkpoint."""
     if trained is not None and trained != json_safe(spec.to_dict()):
-        raise ConfigError(f"{file} has changed: it has {spec.to_dict()}, but the checkpoint {trained}")
+        raise ConfigError(
+            f"{file} has changed: it has {spec.to_dict()}, but the checkpoint was trained with {trained}"
+        )
 
 
 def check_same_config(file: Path, trained: Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
     difference = difference_from(trained, config)
     if difference:
-        raise ConfigError(f"{file} has changed: {difference}. Put it back, or start a new run")
+        raise ConfigError(f"{file} has changed: {difference}; undo the change, or start a new run")

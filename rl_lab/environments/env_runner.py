@@ -1,6 +1,6 @@
-"""What steps the environments: in the trainer's process, or in a worker process of its own.
+"""`EnvRunner` steps environments, in the trainer's or in a worker process; `StepArrays` is the shared memory.
 
-Nothing here imports torch: a worker starts in milliseconds and stays small.
+This module does not import torch, so that a worker process starts in milliseconds and needs little memory.
 """
 
 from __future__ import annotations
@@ -25,111 +25,23 @@ from rl_lab.errors import one_line
 from rl_lab.records import ArraySpec, Spec
 from rl_lab.utils.seeding import derive_seed
 
-# --------------------
-# The memory that the trainer and the environments' workers share: everything of a vector step but the infos.
-
-
-ALIGNMENT = 64  # a cache line: two workers do not write to one line at the borders of an array
-HALVES = 2
-
-
-class StepArrays:
-    """Actions, observations, rewards and flags of N environments, views of one block.
-
-    Observations lie there twice and take turns: while workers write one half, the other still holds what the trainer
-    was given last, whole, whatever happens to a worker in the middle of a write.
-
-    halves:   two dicts, name -> (N, …); `obs` is the one in turn
-    action (N, …); reward (N,) float32; terminated, truncated (N,) bool
-    seed:     (N,) int64, of each environment's next reset; written by the trainer
-    goes_on:  (N,) bool, whether the next reset will continue the game that the last episode was part of
-    ticks:    (N,) int64, calls of each environment that came back: how the trainer tells slow from stuck
-    """
-
-    def __init__(self, spec: Spec, num_envs: int, memory: Any = None) -> None:
-        block = (
-            np.zeros(self.nbytes(spec, num_envs), np.uint8)
-            if memory is None
-            else np.frombuffer(memory, np.uint8)
-        )
-        arrays: dict[str, np.ndarray] = {}
-        offset = 0
-        for name, column in _columns(spec).items():
-            shape, dtype = (num_envs, *column.shape), np.dtype(column.dtype)
-            size = int(np.prod(shape)) * dtype.itemsize
-            arrays[name] = block[offset : offset + size].view(dtype).reshape(shape)
-            offset += _aligned(size)
-        self.halves = [
-            {name: arrays[f"obs/{half}/{name}"] for name in spec.observations} for half in range(HALVES)
-        ]
-        self.action = arrays["action"]
-        self.reward = arrays["reward"]
-        self.terminated = arrays["terminated"]
-        self.truncated = arrays["truncated"]
-        self.seed = arrays["seed"]
-        self.goes_on = arrays["goes_on"]
-        self.ticks = arrays["ticks"]
-        self._turn = arrays["turn"]
-
-    @property
-    def obs(self) -> dict[str, np.ndarray]:
-        return self.halves[self._turn[0]]
-
-    def turn(self) -> None:
-        """The other half is written next."""
-        self._turn[0] = 1 - self._turn[0]
-
-    def repeat(self, env: int) -> None:
-        """Put the observation before this one in its place."""
-        old, new = self.halves[1 - self._turn[0]], self.obs
-        for name, array in new.items():
-            array[env] = old[name][env]
-
-    @staticmethod
-    def nbytes(spec: Spec, num_envs: int) -> int:
-        return sum(
-            _aligned(num_envs * int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize)
-            for column in _columns(spec).values()
-        )
-
-
-def shared_memory(context: Any, spec: Spec, num_envs: int) -> Any:
-    """A block for `StepArrays` that worker processes inherit.
-
-    It is an unlinked file mapped into memory: it has no name, so nothing is left behind however a run ends.
-    """
-    return context.RawArray(ctypes.c_byte, StepArrays.nbytes(spec, num_envs))
-
-
-def _columns(spec: Spec) -> dict[str, ArraySpec]:
-    rows = spec.row_columns()
-    columns = {
-        f"obs/{half}/{name}": column for half in range(HALVES) for name, column in spec.observations.items()
-    }
-    columns |= {name: rows[name] for name in ("action", "reward", "terminated", "truncated")}
-    numbers = dict.fromkeys(("seed", "ticks", "turn"), ArraySpec((), "int64"))
-    return {**columns, **numbers, "goes_on": ArraySpec((), "bool")}
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-STEP = b"s"  # the common command and the common answer travel as one byte
+ALIGNMENT = 64  # a cache line: two workers never write to the same line
+NUM_BUFFERS = 2
+STEP = b"s"  # the most common command and reply are one byte each
 DONE = b"d"
-REST = -1  # in the place of a seed: the environment waits where it is
+IDLE = -1  # instead of a seed: the environment is not reset and keeps its last row
 
 Reply = dict[str, Any]
 Segment = tuple[int, np.ndarray]  # the seed of a reset, and the actions (K, …) that followed it
 
 
 def episode_seed(run_seed: int, env: int, episode: int) -> int:
-    """What an environment is reset with for its episode of that number."""
-    return derive_seed(run_seed, "env", env, episode) & 0x7FFFFFFF  # some take only 31 bits
+    """Return the seed that environment number `env` is reset with for its episode number `episode`."""
+    return derive_seed(run_seed, "env", env, episode) & 0x7FFFFFFF  # some environments accept only 31 bits
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised where nothing can take its place; carries its index and the traceback as text."""
+    """An environment raised in its constructor or in `render`; holds its index and the traceback as text."""
 
     def __init__(self, index: int, text: str) -> None:
         super().__init__(index, text)
@@ -138,27 +50,32 @@ class EnvironmentFailure(Exception):
 
 
 class Slot:
-    """One environment and what is summed of its episode."""
+    """One environment, with the log sums and the step count of its current episode."""
 
     __slots__ = ("env", "game", "index", "log", "steps")
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.env: gymnasium.Env | None = None  # None: failed, or not made yet; it is made when it next begins
-        self.game: Any = None  # the innermost environment, where it has `reset_continues`
+        self.env: gymnasium.Env | None = None  # None: failed or not yet created; the next reset creates it
+        self.game: Any = None  # the innermost environment, if it has `reset_continues`
         self.log: dict[str, float] = {}
-        self.steps = 0  # calls of `step` in this episode
+        self.steps = 0  # calls of `step` in the current episode
 
 
 class EnvRunner:
-    """Steps some of the N environments, reading actions from and writing results to `StepArrays`.
+    """Steps some of the N environments; reads actions from and writes results to `StepArrays`.
 
-    Every answer is a dict: `log` (index -> sums of `log/` infos of the episode that just ended), `faults` (index ->
-    traceback of one that raised and is gone; its row is not written), `unusable` (index -> what is wrong with the row of
-    one that is gone for it; it is not written either), `env` (index -> info, when all are asked for), or what the command
-    is for. Raising means any exception: `sys.exit()` ends an environment, not the trainer. Ctrl-C alone is passed on.
+    Every command returns a dict with the command's own result and
 
-    lazy: make each environment when it first begins, so that one that cannot be made is a fault like any other
+        log        index -> sums of the `log/` infos of the episode that just ended
+        faults     index -> traceback of an environment that raised; it is closed and its row is not written
+        unusable   index -> why the row of an environment is unusable; it is closed and its row is not written
+        env        index -> info, with `all_infos`
+
+    Any exception of an environment is a fault, including `SystemExit`; only KeyboardInterrupt is raised
+    again.
+
+    lazy: create each environment at its first reset, so that an exception in its constructor is a fault, too
     """
 
     def __init__(
@@ -176,16 +93,16 @@ class EnvRunner:
         self.all_infos = all_infos
         self.render_frames = render
         self.slots = [Slot(index) for index in indices]
-        self._checked = ObservationCheck(arrays.obs)
+        self._check_obs = ObservationCheck(arrays.obs)
         for slot in () if lazy else self.slots:
-            with _naming(slot.index):
+            with _with_index(slot.index):
                 self._make(slot)
 
     def call(self, command: str, *args: Any) -> Reply:
         return getattr(self, command)(*args)
 
     def reset(self, envs: Sequence[int], options: dict[str, Any] | None = None) -> Reply:
-        """Begin episodes in these environments, with the seeds that lie in the shared memory."""
+        """Reset these environments with the seeds in the shared memory."""
         reply: Reply = {}
         for slot in self.slots:
             if slot.index in envs:
@@ -193,11 +110,11 @@ class EnvRunner:
                     self._begin(slot, self.arrays.obs, options, reply)
                 except BaseException as error:
                     self._fail(slot, error, reply)
-                self.arrays.ticks[slot.index] += 1
+                self.arrays.call_counts[slot.index] += 1
         return reply
 
     def step(self) -> Reply:
-        """One step of each environment; one whose last row is an end begins its next episode instead."""
+        """Step each environment; reset it instead if its last row is terminated or truncated."""
         reply: Reply = {}
         arrays = self.arrays
         obs, terminated, truncated = arrays.obs, arrays.terminated, arrays.truncated
@@ -205,19 +122,20 @@ class EnvRunner:
             index = slot.index
             try:
                 if terminated[index] or truncated[index]:
-                    if arrays.seed[index] != REST:
+                    if arrays.seed[index] != IDLE:
                         self._begin(slot, obs, None, reply)
                 else:
                     self._step(slot, obs, arrays.action[index], reply)
             except BaseException as error:
                 self._fail(slot, error, reply)
-            arrays.ticks[index] += 1
+            arrays.call_counts[index] += 1
         return reply
 
     def replay(self, histories: Mapping[int, Sequence[Segment]]) -> Reply:
-        """Go through open games again: index -> the episodes of a game, each the seed of its reset and its actions.
+        """Replay open games: index -> episodes of a game, each with the seed of its reset and its actions.
 
-        `failed` lists those that ended early or raised on the way. Infos were passed on the first time.
+        `failed` lists the environments that ended early or raised. Infos are dropped: they were returned the
+        first time.
         """
         failed = []
         for slot in self.slots:
@@ -232,23 +150,23 @@ class EnvRunner:
         return {"failed": failed}
 
     def render(self) -> Reply:
-        """What the first environment looks like now; nothing when it has failed and not begun again."""
+        """Return the frame of the first environment, or no frame if it failed and was not reset yet."""
         slot = self.slots[0]
         if slot.env is None:
             return {}
-        with _naming(slot.index):
+        with _with_index(slot.index):
             return {"frame": np.asarray(slot.env.render())}
 
     def close(self) -> None:
-        """Close every environment; what one raises then is a warning, for nothing is asked of it any more."""
+        """Close all environments; an exception in `close` is only a warning, since nothing depends on it."""
         for slot in self.slots:
             if slot.env is not None:
                 try:
                     slot.env.close()
                 except BaseException as error:
-                    _unless_interrupted(error)
+                    _reraise_interrupt(error)
                     warnings.warn(
-                        f"environment {slot.index} raised {one_line(error)} when it was closed", stacklevel=2
+                        f"environment {slot.index} raised {one_line(error)} in close()", stacklevel=2
                     )
 
     def _make(self, slot: Slot) -> gymnasium.Env:
@@ -258,7 +176,7 @@ class EnvRunner:
         return slot.env
 
     @staticmethod
-    def _open(slot: Slot) -> gymnasium.Env:
+    def _running_env(slot: Slot) -> gymnasium.Env:
         if slot.env is None:
             raise RuntimeError(f"environment {slot.index} has no open episode")
         return slot.env
@@ -269,15 +187,15 @@ class EnvRunner:
         arrays, index = self.arrays, slot.index
         slot.steps = 0
         env = slot.env or self._make(slot)
-        if slot.game is not None and slot.game.reset_continues and not arrays.goes_on[index]:
+        if slot.game is not None and slot.game.reset_continues and not arrays.reset_continues[index]:
             options = {**(options or {}), "restart": True}
         obs, info = env.reset(seed=int(arrays.seed[index]), options=options)
-        for array, value in zip(obs_arrays.values(), self._checked(obs)):
+        for array, value in zip(obs_arrays.values(), self._check_obs(obs)):
             array[index] = value
         arrays.reward[index] = 0.0
         arrays.terminated[index] = False
         arrays.truncated[index] = False
-        arrays.goes_on[index] = False
+        arrays.reset_continues[index] = False
         slot.log = {}
         if self.all_infos:
             reply.setdefault("env", {})[index] = info
@@ -285,8 +203,8 @@ class EnvRunner:
     def _step(self, slot: Slot, obs_arrays: dict[str, np.ndarray], action: Any, reply: Reply) -> None:
         arrays, index = self.arrays, slot.index
         slot.steps += 1
-        obs, reward, terminated, truncated, info = self._open(slot).step(action)
-        values, reward = self._checked(obs), finite_number("reward", reward)
+        obs, reward, terminated, truncated, info = self._running_env(slot).step(action)
+        values, reward = self._check_obs(obs), finite_number("reward", reward)
         terminated, truncated = flag("terminated", terminated), flag("truncated", truncated)
         add_log(slot.log, info)
         for array, value in zip(obs_arrays.values(), values):
@@ -295,19 +213,19 @@ class EnvRunner:
         if terminated or truncated:
             arrays.terminated[index] = terminated
             arrays.truncated[index] = truncated
-            arrays.goes_on[index] = slot.game is not None and slot.game.reset_continues
+            arrays.reset_continues[index] = slot.game is not None and slot.game.reset_continues
             if slot.log:
                 reply.setdefault("log", {})[index] = slot.log
         if self.all_infos:
             reply.setdefault("env", {})[index] = info
 
     def _replay(self, slot: Slot, segments: Sequence[Segment]) -> bool:
-        """Whether everything went as it did before: ends only where an episode of the game ended."""
+        """Replay one game; return whether its episodes ended at the same steps as before."""
         arrays, index = self.arrays, slot.index
-        for number, (seed, actions) in enumerate(segments):
-            if number == 0:
-                arrays.goes_on[index] = False
-            elif not arrays.goes_on[index]:
+        for position, (seed, actions) in enumerate(segments):
+            if position == 0:
+                arrays.reset_continues[index] = False
+            elif not arrays.reset_continues[index]:
                 return False
             arrays.seed[index] = seed
             self._begin(slot, arrays.obs, None, {})
@@ -315,13 +233,13 @@ class EnvRunner:
                 if arrays.terminated[index] or arrays.truncated[index]:
                     return False
                 self._step(slot, arrays.obs, action, {})
-                arrays.ticks[index] += 1
+                arrays.call_counts[index] += 1
         return True
 
     @staticmethod
     def _fail(slot: Slot, error: BaseException, reply: Reply) -> None:
-        """Inside `except`: give the environment up and report why."""
-        _unless_interrupted(error)
+        """Close the environment and report the error; call this inside `except`."""
+        _reraise_interrupt(error)
         if isinstance(error, UnusableRow):
             when = f"at step {slot.steps} of the episode" if slot.steps else "at the reset of the episode"
             reply.setdefault("unusable", {})[slot.index] = f"{error} {when}"
@@ -331,36 +249,36 @@ class EnvRunner:
         if env is not None:
             try:
                 env.close()
-            except BaseException as again:  # it has failed already
-                _unless_interrupted(again)
+            except BaseException as close_error:  # the first error is the one to report
+                _reraise_interrupt(close_error)
 
 
-def _unless_interrupted(error: BaseException) -> None:
-    """Ctrl-C in the middle of an environment's code is meant for the trainer."""
+def _reraise_interrupt(error: BaseException) -> None:
+    """Raise KeyboardInterrupt again: Ctrl-C stops the trainer, not an environment."""
     if isinstance(error, KeyboardInterrupt):
         raise error
 
 
 @contextlib.contextmanager
-def _naming(index: int) -> Iterator[None]:
-    """Whatever an environment raises inside becomes an `EnvironmentFailure`."""
+def _with_index(index: int) -> Iterator[None]:
+    """Convert any exception inside the block into an `EnvironmentFailure` with this index."""
     try:
         yield
     except BaseException as error:
-        _unless_interrupted(error)
+        _reraise_interrupt(error)
         raise EnvironmentFailure(index, traceback.format_exc()) from error
 
 
 def worker_main(
     connection: Connection, payload: bytes, memory: Any, spec: Spec, num_envs: int, environ: dict[str, str]
 ) -> None:
-    """Body of a worker process: build, answer commands, leave when the trainer closes the pipe or dies."""
-    # Ctrl-C and a terminated process group reach every process; the trainer decides when to stop, and a worker
-    # that left earlier would take the open episode with it.
+    """Run a worker process: create the environments, answer commands, exit when the pipe closes."""
+    # Ctrl-C and signals to the process group reach every process. The trainer decides when to stop; a worker
+    # that exits earlier would lose its open episodes.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
-        if hasattr(signal, name):  # the last two are not on every system
+        if hasattr(signal, name):  # some systems do not have the last two
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    os.environ.update(environ)  # the fork server keeps the variables of the moment it was started
+    os.environ.update(environ)  # the fork server still has the variables of its start
     runner: EnvRunner | None = None
 
     def build() -> Reply:
@@ -370,25 +288,114 @@ def worker_main(
         return {}
 
     try:
-        connection.send_bytes(_answer(build))
+        connection.send_bytes(_reply(build))
         while runner is not None:
             message = connection.recv_bytes()
             if message == STEP:
-                connection.send_bytes(_answer(runner.step))
+                connection.send_bytes(_reply(runner.step))
             else:
                 command, args = pickle.loads(message)
-                connection.send_bytes(_answer(runner.call, command, *args))
+                connection.send_bytes(_reply(runner.call, command, *args))
     except (EOFError, OSError):
         if runner is not None:
             runner.close()
 
 
-def _answer(function: Callable[..., Reply], *args: Any) -> bytes:
+def _reply(function: Callable[..., Reply], *args: Any) -> bytes:
     try:
         reply = function(*args)
         return pickle.dumps(reply) if reply else DONE
     except EnvironmentFailure as failure:
         return pickle.dumps({"error": (failure.index, failure.text)})
     except BaseException as error:
-        _unless_interrupted(error)
+        _reraise_interrupt(error)
         return pickle.dumps({"error": (-1, traceback.format_exc())})
+
+
+# --- Shared memory ---------------------------------------------------------------------------------------
+
+
+class StepArrays:
+    """Actions, observations, rewards and flags of N environments: views of one shared memory block.
+
+    Observations are double-buffered: while workers write one buffer, the other one holds the previous
+    observations, which stay intact even if a worker dies during a write.
+
+    buffers:         two dicts, name -> (N, …); `obs` is the current one
+    action (N, …); reward (N,) float32; terminated, truncated (N,) bool
+    seed:            (N,) int64, seed of each environment's next reset; written by the trainer
+    reset_continues: (N,) bool, whether the next reset continues the game of the last episode
+    call_counts:     (N,) int64, completed calls of each environment: distinguishes a slow worker from a
+                     hanging one
+    """
+
+    def __init__(self, spec: Spec, num_envs: int, memory: Any = None) -> None:
+        block = (
+            np.zeros(self.nbytes(spec, num_envs), np.uint8)
+            if memory is None
+            else np.frombuffer(memory, np.uint8)
+        )
+        arrays: dict[str, np.ndarray] = {}
+        offset = 0
+        for name, column in _columns(spec).items():
+            shape, dtype = (num_envs, *column.shape), np.dtype(column.dtype)
+            size = int(np.prod(shape)) * dtype.itemsize
+            arrays[name] = block[offset : offset + size].view(dtype).reshape(shape)
+            offset += _aligned(size)
+        self.buffers = [
+            {name: arrays[f"obs/{buffer}/{name}"] for name in spec.observations}
+            for buffer in range(NUM_BUFFERS)
+        ]
+        self.action = arrays["action"]
+        self.reward = arrays["reward"]
+        self.terminated = arrays["terminated"]
+        self.truncated = arrays["truncated"]
+        self.seed = arrays["seed"]
+        self.reset_continues = arrays["reset_continues"]
+        self.call_counts = arrays["call_counts"]
+        self._current = arrays["current"]
+
+    @property
+    def obs(self) -> dict[str, np.ndarray]:
+        return self.buffers[self._current[0]]
+
+    def swap(self) -> None:
+        """Make the other buffer the current one."""
+        self._current[0] = 1 - self._current[0]
+
+    def repeat(self, env: int) -> None:
+        """Copy the previous observation of an environment into the current buffer."""
+        old, new = self.buffers[1 - self._current[0]], self.obs
+        for name, array in new.items():
+            array[env] = old[name][env]
+
+    @staticmethod
+    def nbytes(spec: Spec, num_envs: int) -> int:
+        return sum(
+            _aligned(num_envs * int(np.prod(column.shape)) * np.dtype(column.dtype).itemsize)
+            for column in _columns(spec).values()
+        )
+
+
+def shared_memory(context: Any, spec: Spec, num_envs: int) -> Any:
+    """Allocate a memory block for `StepArrays` that worker processes inherit.
+
+    It is an unlinked memory-mapped file: it has no name, so it is freed however the run ends.
+    """
+    return context.RawArray(ctypes.c_byte, StepArrays.nbytes(spec, num_envs))
+
+
+def _columns(spec: Spec) -> dict[str, ArraySpec]:
+    rows = spec.row_columns()
+    columns = {
+        f"obs/{buffer}/{name}": column
+        for buffer in range(NUM_BUFFERS)
+        for name, column in spec.observations.items()
+    }
+    columns |= {name: rows[name] for name in ("action", "reward", "terminated", "truncated")}
+    scalars = dict.fromkeys(("seed", "call_counts", "current"), ArraySpec((), "int64"))
+    return {**columns, **scalars, "reset_continues": ArraySpec((), "bool")}
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""What is done about environments that fail: counted, said, and after too many in too short a time, the end."""
+"""Restart policy for failing environments: count and report failures; stop the run after too many."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from rl_lab.errors import ConfigError, EnvironmentFaultError
 
 KINDS = ("raised", "died", "hung")
-MOST_IN_A_ROW = 100  # failed beginnings of one environment, where no limit is set
+MAX_CONSECUTIVE = 100  # failed resets of one environment in a row, if `limit` is None
 
 
 @dataclass(frozen=True)
 class RestartLimit:
-    """As many as `limit` restarts within `minutes` are borne; one more stops the run. None: any number."""
+    """Allows `limit` restarts within `minutes`; one more stops the run. None: no limit."""
 
     limit: int | None = 10
     minutes: float = 10.0
@@ -30,26 +30,26 @@ class RestartLimit:
         values = dict(node or {})
         unknown = set(values) - {"limit", "minutes"}
         limit, minutes = values.get("limit", cls.limit), values.get("minutes", cls.minutes)
-        whole = limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0)
-        if unknown or not whole or not isinstance(minutes, (int, float)) or not minutes > 0:
+        valid = limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0)
+        if unknown or not valid or not isinstance(minutes, (int, float)) or not minutes > 0:
             raise ConfigError(
-                f"environment.restarts={values}: give limit (restarts; 0 or more, null for any number) and minutes "
+                f"environment.restarts={values}: set limit (an integer of at least 0, null for no limit) and minutes "
                 "(above 0)"
             )
         return cls(limit, float(minutes))
 
 
 class FaultLog:
-    """Counts restarts; `failure` is set when there were too many.
+    """Counts and reports restarts, and sets `failure` when there are too many.
 
-    counts: kind -> restarts since the run began, those before a resume included
+    counts: kind -> restarts since the start of the run, including those before a resume
     """
 
     def __init__(self, limit: RestartLimit, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self.counts = dict.fromkeys(KINDS, 0)
         self.failure: EnvironmentFaultError | None = None
-        self.say: Callable[[str], None] = _warn
+        self.report: Callable[[str], None] = _warn
         self._clock = clock
         self._recent: deque[float] = deque()
 
@@ -57,36 +57,39 @@ class FaultLog:
     def total(self) -> int:
         return sum(self.counts.values())
 
-    def note(self, kind: str, who: str, what: str, *, detail: str = "", in_a_row: int = 0) -> None:
-        """One failure: "environment 2" "raised ValueError: …".
+    def record(self, kind: str, who: str, what: str, *, detail: str = "", consecutive: int = 0) -> None:
+        """Record one failure, for example who="environment 2", what="raised ValueError: …".
 
-        in_a_row: how often it has now failed to begin an episode; 0: an episode was open
+        consecutive: number of failed resets in a row, including this one; 0: an episode was open
         """
         now = self._clock()
         self._recent.append(now)
         while now - self._recent[0] > self.limit.minutes * 60:
             self._recent.popleft()
         recent = len(self._recent)
-        most = math.inf if self.limit.limit is None else self.limit.limit
+        max_restarts = math.inf if self.limit.limit is None else self.limit.limit
         window = f"{self.limit.minutes:g} min"
-        if recent > most:
+        if recent > max_restarts:
             self.stop(
-                f"{who} {what}, after {most} restarts in {window}, which environment.restarts allows", detail
+                f"{who} {what}, after {max_restarts} restarts in {window}, the limit of environment.restarts",
+                detail,
             )
-        elif in_a_row > MOST_IN_A_ROW or in_a_row > most:
-            self.stop(f"{who} {what}, and began no episode in {in_a_row} attempts", detail)
+        elif consecutive > MAX_CONSECUTIVE or consecutive > max_restarts:
+            self.stop(f"{who} {what}, and could not start an episode in {consecutive} attempts", detail)
         else:
             self.counts[kind] += 1
-            done = (
+            action = (
                 "it tries a new seed"
-                if in_a_row
+                if consecutive
                 else "restarted with a new seed, open episodes are truncated"
             )
-            allowed = "" if self.limit.limit is None else f" of {most}"
-            self.say(f"{who} {what}: {done} (restart {self.total}; {recent}{allowed} in the last {window})")
+            allowed = "" if self.limit.limit is None else f" of {max_restarts}"
+            self.report(
+                f"{who} {what}: {action} (restart {self.total}; {recent}{allowed} in the last {window})"
+            )
 
     def stop(self, why: str, detail: str = "") -> None:
-        """No more: whoever asks for the next step is told this."""
+        """Stop the run: the next step raises this error."""
         self.failure = self.failure or EnvironmentFaultError(f"{why}{detail}")
 
     def get_state(self) -> dict[str, int]:
@@ -97,7 +100,7 @@ class FaultLog:
 
 
 def last_line(text: str) -> str:
-    """Of a traceback: the exception."""
+    """Return the last line of a traceback, which names the exception."""
     lines = text.strip().splitlines()
     return lines[-1] if lines else "an exception without a message"
 

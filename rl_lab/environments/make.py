@@ -1,16 +1,16 @@
-"""The one door to environments: `make_env("suite/task", num_envs=N, …)`.
+"""`make_env("suite/task", num_envs=N, …)` creates the environments of all suites.
 
 A suite is a module (an *adapter*) with
 
-    make(task, *, render: bool, **options) -> gymnasium.Env    any spaces; the door adds the lab's wrappers
-    tasks() -> list[str]                                       what can follow "suite/"
-    EXTRA: str                                                 the extra of this package that installs it
-    resolve(task) -> object            optional: check the task here, once; the result is what `make` gets
-    HANDLES: set of "size", "action_repeat", "time_limit"      optional: passed to `make` instead of wrapped
-    step_seconds(task) -> float | None      optional: roughly how long a step takes, for the choice of workers
+    make(task, *, render: bool, **options) -> gymnasium.Env    any spaces; `EnvFactory` adds wrappers
+    tasks() -> list[str]                                       the valid names after "suite/"
+    EXTRA: str                                                 extra of this package that installs the suite
+    resolve(task) -> object            optional: validates the task once; `make` receives the result
+    HANDLES: set of "size", "action_repeat", "time_limit"      optional: passed to `make`, no wrapper is added
+    step_seconds(task) -> float | None      optional: estimated duration of a step, to choose `workers`
 
-and imports its packages inside these functions. A new suite is one line in `SUITES`, or an entry point of the
-group `rl_lab.environments` in another package (name = suite, value = module).
+It imports third-party packages inside these functions. To add a suite, add a line to `SUITES`, or an entry
+point of the group `rl_lab.environments` in another package (name = suite, value = module).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import gymnasium
 
 from rl_lab.environments.faults import RestartLimit
 from rl_lab.environments.normalizer import make_normalizer
-from rl_lab.environments.rendering import Filmed, VideoSettings
+from rl_lab.environments.rendering import RecordedFactory, VideoSettings
 from rl_lab.environments.spec import spec_of
 from rl_lab.environments.suites.gym import nearest
 from rl_lab.environments.vector import VectorEnv, default_workers
@@ -42,57 +42,8 @@ from rl_lab.environments.wrappers import (
     add_wrappers,
     without_time_limit,
 )
-from rl_lab.errors import ConfigError, LabError, MissingPackageError
+from rl_lab.errors import ConfigError, LabError, MissingPackageError, install_line
 from rl_lab.records import Spec
-from rl_lab.utils.install import install_line
-
-# --------------------
-# Names that other projects use for the same tasks.
-#
-#     atari_pong                  atari/pong              DreamerV3 and its ports
-#     atari100k_pong              atari100k/pong
-#     dmc_walker_walk             dmc/walker_walk
-#     crafter_reward              crafter/reward
-#     memmaze_9x9                 memory_maze/9x9
-#     BreakoutNoFrameskip-v4      atari100k/Breakout      IRIS and other Atari 100k code: no sticky actions, own actions
-#     MemoryMaze-9x9-v0           memory_maze/9x9
-#     CrafterReward-v1            crafter/reward
-#     MiniGrid-Empty-5x5-v0       minigrid/…              as registered, with the suite's observations
-#     popgym-CountRecallEasy-v0   popgym/…
-#     carracing                   carracing/continuous
-#
-# Whatever the table does not know stays as it is.
-
-
-ALIASES = (
-    (r"(atari|atari100k|crafter|dmc|minigrid|popgym|carracing)_(\w+)", r"\1/\2"),
-    (r"(?:memmaze|memorymaze|memory_maze)_(\d+x\d+)", r"memory_maze/\1"),
-    (r"MemoryMaze-(\d+x\d+)-v0", r"memory_maze/\1"),
-    (r"(\w+)NoFrameskip-v4", r"atari100k/\1"),
-    (r"CrafterReward-v1|crafter", "crafter/reward"),
-    (r"CrafterNoReward-v1", "crafter/noreward"),
-    (r"((?:MiniGrid|BabyAI)-.+)", r"minigrid/\1"),
-    (r"popgym-(.+)-v0", r"popgym/\1"),
-    (r"carracing", "carracing/continuous"),
-)
-
-
-def canonical(task: str) -> str:
-    """`suite/task` for a name that the table knows; any other name as it is."""
-    for pattern, replacement in ALIASES:
-        match = re.fullmatch(pattern, task)
-        if match:
-            return match.expand(replacement)
-    return task
-
-
-def with_suite(task: str, suite: str | None) -> str:
-    """The task of a config file that belongs to a suite: `pong` is then `suite/pong`; full names stay."""
-    named = canonical(task)
-    if not suite or "/" in named or ":" in named:
-        return named
-    return f"{suite}/{named}"
-
 
 SUITES = {
     "gym": "rl_lab.environments.suites.gym",
@@ -108,12 +59,12 @@ SUITES = {
     "multitask": "rl_lab.environments.suites.multitask",
 }
 ENTRY_POINTS = "rl_lab.environments"
-# Keywords of `make_env` that are about all N together, and change nothing in one environment.
-_OF_ALL = (
+# Keyword arguments of `make_env` that concern all N environments together and not a single one.
+_VECTOR_OPTION_NAMES = (
     "num_envs workers seed render copy infos video_every video_folder timeout restarts normalize_observations "
     "normalize_clip observation_statistics history_limit"
 )
-NOT_OF_ONE = frozenset(_OF_ALL.split())
+VECTOR_OPTIONS = frozenset(_VECTOR_OPTION_NAMES.split())
 
 Task = str | Callable[..., gymnasium.Env]
 
@@ -122,7 +73,7 @@ _probed: dict[str, Spec] = {}
 
 @dataclass(frozen=True)
 class EnvFactory:
-    """Everything that makes one environment, ready to be sent to a worker process and called there."""
+    """Creates one environment with the lab's wrappers; it is pickled and called in a worker process."""
 
     name: str
     module: str
@@ -136,7 +87,7 @@ class EnvFactory:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, render: bool = False) -> gymnasium.Env:
-        """One environment behind the lab's wrappers; the order of these lines is the order of the wrapping."""
+        """Create one environment; wrappers are applied in the order of these lines, from the inside out."""
         adapter = _import_adapter(self.module, self.name)
         handled: frozenset[str] = getattr(adapter, "HANDLES", frozenset())
         repeat = 1 if "action_repeat" in handled else self.action_repeat or 1
@@ -159,7 +110,7 @@ class EnvFactory:
         return StandardAction(env)
 
     def step_seconds(self) -> float | None:
-        """Roughly how long one decision takes, where the suite knows; rendering is not counted as short."""
+        """Return the estimated duration of one decision; None if unknown or if observations are rendered."""
         estimate = getattr(_import_adapter(self.module, self.name), "step_seconds", None)
         seconds = None if estimate is None or self.pixels else estimate(self.task)
         return None if seconds is None else seconds * (self.action_repeat or 1)
@@ -172,7 +123,7 @@ class EnvFactory:
         except TypeError as error:
             if "unexpected keyword" in str(error):
                 raise ConfigError(
-                    f"{self.name} does not take one of {sorted(self.options)}: {error}"
+                    f"{self.name} does not accept one of {sorted(self.options)}: {error}"
                 ) from error
             raise
 
@@ -199,25 +150,26 @@ def make_env(
     history_limit: int = 100_000,
     **options: Any,
 ) -> VectorEnv:
-    """N environments of one task.
+    """Create a vector environment with N environments of one task.
 
     task:          "suite/task", a registered Gymnasium id ("CartPole-v1", "gym/CartPole-v1"), an import path
-                   ("gym:my_env:MyEnv", "my_env:make"), or a function that makes a gymnasium.Env
-    workers:       processes to spread them over; 0 steps in this one, None chooses
-    seed:          of the run; every episode's own seed follows from it
-    size:          height and width of images (one number: square)
-    action_repeat: environment steps per decision; None: the suite's own (Atari 4, others 1)
+                   ("gym:my_env:MyEnv", "my_env:make"), or a function that returns a gymnasium.Env
+    workers:       number of worker processes; 0: step in this process; None: automatic
+    seed:          seed of the run, from which the seed of every episode is derived
+    size:          height and width of images (one integer: square)
+    action_repeat: environment steps per decision; None: the suite's default (Atari 4, others 1)
     time_limit:    decisions after which an episode is truncated; replaces the limit of a registered id
-    render:        make `render()` of environment 0 possible
+    render:        enable `render()` of environment 0
     copy, infos:   see `VectorEnv`
-    timeout:       seconds that one call of an environment in a worker process may take; None: any time
-    restarts:      {"limit": 10, "minutes": 10}: failures that are borne (docs/howto/faults.md)
-    normalize_observations: float observations less their running mean, by their deviation, within ±`normalize_clip`
-    observation_statistics: of another environment (`env.normalizer.get_state()`); they are then not changed
-    history_limit: actions of an open episode that are kept for an exact resume
-    video_every:   film each Nth episode of environment 0 into `video_folder` (see `video`); 0: none
-    options:       `pixels` (True: the rendered frame as the observation; "both": beside it), `observations` (names
-                   of those to keep), `wrappers` (see `transforms`); all others go to the suite
+    timeout:       maximum seconds of one environment call in a worker process; None: no limit
+    restarts:      {"limit": 10, "minutes": 10}: allowed restarts after failures (docs/howto/faults.md)
+    normalize_observations: normalize float observations by running mean and variance, clipped to
+                            ±`normalize_clip`
+    observation_statistics: fixed statistics of another environment (`env.normalizer.get_state()`)
+    history_limit: maximum number of actions of an open episode kept for exact resume
+    video_every:   record each Nth episode of environment 0 to `video_folder` (see `rendering`); 0: none
+    options:       `pixels` (True: the rendered frame is the observation; "both": it is added), `observations`
+                   (names to keep), `wrappers` (see `wrappers`); all others are passed to the suite
     """
     _check(
         num_envs=num_envs,
@@ -231,15 +183,17 @@ def make_env(
     factory = _factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options)
     if workers is None:
         workers = default_workers(num_envs, factory.step_seconds())
-    films = bool(video_every) and Filmed(factory, VideoSettings.checked(video_folder, video_every, seed))
+    recorded = bool(video_every) and RecordedFactory(
+        factory, VideoSettings.checked(video_folder, video_every, seed)
+    )
     spec = _probe(factory)
     return VectorEnv(
-        films or factory,
+        recorded or factory,
         num_envs,
         spec=spec,
         workers=workers,
         seed=seed,
-        render=render or bool(films),
+        render=render or bool(recorded),
         copy=copy,
         infos=infos,
         timeout=timeout,
@@ -259,8 +213,8 @@ def probe_spec(
     time_limit: int | None = None,
     **options: Any,
 ) -> Spec:
-    """The `Spec` of a task, from one environment made here and closed; takes what `make_env` takes."""
-    options = {key: value for key, value in options.items() if key not in NOT_OF_ONE}
+    """Return the `Spec` of a task, from a temporary environment; accepts the arguments of `make_env`."""
+    options = {key: value for key, value in options.items() if key not in VECTOR_OPTIONS}
     _check(num_envs=num_envs, action_repeat=action_repeat, time_limit=time_limit, workers=workers)
     return _probe(_factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options))
 
@@ -273,14 +227,14 @@ def env_factory(
     time_limit: int | None = None,
     **options: Any,
 ) -> EnvFactory:
-    """What workers make one environment of a task with; takes what `make_env` takes, and leaves out what is of N."""
-    options = {key: value for key, value in options.items() if key not in NOT_OF_ONE}
+    """Return the factory of one environment; takes and filters the arguments of `make_env`."""
+    options = {key: value for key, value in options.items() if key not in VECTOR_OPTIONS}
     return _factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options)
 
 
 def env_config_options(environment: Mapping[str, Any], *, evaluation: bool = False) -> dict[str, Any]:
-    """Keywords for `make_env` from the config's `environment` node; `evaluation` lays `environment.eval` over them."""
-    # Films are of training, into the run's folder: whoever knows that (build) adds them.
+    """Convert the `environment` node to arguments of `make_env`; `evaluation` applies `environment.eval`."""
+    # Videos show training and are written to the run folder, so `build` adds these options.
     options = {
         str(key): _plain(value) for key, value in environment.items() if key not in ("eval", "video_every")
     }
@@ -288,16 +242,18 @@ def env_config_options(environment: Mapping[str, Any], *, evaluation: bool = Fal
         options.update({str(key): _plain(value) for key, value in (environment.get("eval") or {}).items()})
     if not options.get("task"):
         raise ConfigError(
-            "environment.task is not set: name a task, for example environment.task=CartPole-v1"
+            "environment.task is not set: set it to a task, for example environment.task=CartPole-v1"
         )
-    suite = options.pop("suite", None)  # a suite's own file: environment=atari100k environment.task=pong
+    suite = options.pop(
+        "suite", None
+    )  # set by the config files of suites: environment=atari100k environment.task=pong
     if suite and isinstance(options["task"], str):
         options["task"] = with_suite(options["task"], suite)
     return options
 
 
 def suites() -> dict[str, str]:
-    """Suite -> module of its adapter, those of other packages included."""
+    """Return suite -> adapter module, including the suites of other packages."""
     others = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     return {**others, **SUITES}
 
@@ -314,11 +270,11 @@ def _factory(
     **options: Any,
 ) -> EnvFactory:
     if pixels not in (False, True, "both"):
-        raise ConfigError(f"pixels={pixels!r}: use true (the frame alone), both, or false")
-    name, module, rest = _split(task)
+        raise ConfigError(f"environment.pixels={pixels!r}: use true (only the frame), both, or false")
+    name, module, remainder = _split(task)
     adapter = _import_adapter(module, name)
     try:
-        resolved = adapter.resolve(rest) if hasattr(adapter, "resolve") else rest
+        resolved = adapter.resolve(remainder) if hasattr(adapter, "resolve") else remainder
     except ModuleNotFoundError as error:
         raise _missing(name, error, _extra(adapter)) from error
     return EnvFactory(
@@ -336,7 +292,7 @@ def _factory(
 
 
 def _split(task: Task) -> tuple[str, str, Any]:
-    """(name, adapter module, what the adapter makes it of)"""
+    """Return name, adapter module, and the task for the adapter."""
     gym = SUITES["gym"]
     if callable(task):
         return getattr(task, "__name__", type(task).__name__), gym, task
@@ -345,17 +301,17 @@ def _split(task: Task) -> tuple[str, str, Any]:
         return task, gym, task
     if ":" in task:
         return task, gym, task.removeprefix("gym:")
-    suite, slash, rest = task.partition("/")
+    suite, slash, remainder = task.partition("/")
     known = SUITES if suite in SUITES else suites()
     if slash and suite in known:
-        return task, known[suite], rest
+        return task, known[suite], remainder
     if slash:
         raise ConfigError(
             f"no suite '{suite}' and no registered environment '{task}'.{nearest(task, _all_tasks())} "
             f"Suites: {', '.join(sorted(known))}"
         )
     raise ConfigError(
-        f"no environment '{task}'.{nearest(task, _all_tasks())} Name a suite's task ('suite/task'; suites: "
+        f"no environment '{task}'.{nearest(task, _all_tasks())} Use the task of a suite ('suite/task'; suites: "
         f"{', '.join(sorted(known))}), a registered Gymnasium id, or an import path ('my_module:MyEnv')"
     )
 
@@ -376,7 +332,7 @@ def _import_adapter(module: str, name: str) -> ModuleType:
 
 
 def _extra(adapter: ModuleType) -> str:
-    # The gym adapter makes anyone's environment: what that one imports is in no extra of ours.
+    # The gym adapter creates environments of any package, which no extra of ours installs.
     return "" if adapter.__name__ == SUITES["gym"] else getattr(adapter, "EXTRA", "")
 
 
@@ -385,14 +341,14 @@ def _missing(name: str, error: ModuleNotFoundError, extra: str) -> MissingPackag
         return MissingPackageError(
             f"{name} needs the package '{error.name}', which is not installed: {install_line(extra)}"
         )
-    # A module's name is often not its package's: cv2 is in opencv-python, yaml in PyYAML.
+    # Module and package names can differ: cv2 is in opencv-python, yaml in PyYAML.
     return MissingPackageError(
-        f"{name} cannot be loaded, no module named '{error.name}': install the package that provides it"
+        f"{name} cannot be loaded: there is no module '{error.name}', install the package that provides it"
     )
 
 
 def _probe(factory: EnvFactory) -> Spec:
-    # By everything that shapes it; a function could change between two calls, so only named tasks are kept.
+    # The key contains all settings. Functions may change between two calls, so only named tasks are cached.
     key = repr(factory) if not callable(factory.task) else ""
     if key and key in _probed:
         return _probed[key]
@@ -402,10 +358,10 @@ def _probe(factory: EnvFactory) -> Spec:
             spec = spec_of(env, factory.name)
         finally:
             env.close()
-    except SystemExit as error:  # it would end the trainer without a word
+    except SystemExit as error:  # it would stop the trainer without a message
         raise LabError(
-            f"{factory.name} called sys.exit({error.code!r}) when it was made or closed: raise an exception "
-            "that says why"
+            f"{factory.name} called sys.exit({error.code!r}) in its constructor or in close(): raise an exception "
+            "with a message instead"
         ) from error
     if key:
         _probed[key] = spec
@@ -422,19 +378,19 @@ def _check(
     timeout: float | None = None,
     history_limit: int = 0,
 ) -> None:
-    for name, value, least in (
+    for name, value, minimum in (
         ("num_envs", num_envs, 1),
         ("action_repeat", action_repeat, 1),
         ("time_limit", time_limit, 1),
         ("workers", workers, 0),
         ("history_limit", history_limit, 0),
     ):
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise ConfigError(f"environment.{name}={value!r} must be a whole number of at least {least}")
+        if value is not None and (not isinstance(value, int) or value < minimum):
+            raise ConfigError(f"environment.{name}={value!r} must be an integer of at least {minimum}")
     if infos not in ("log", "all"):
-        raise ConfigError(f"infos={infos!r}: use 'log' or 'all'")
+        raise ConfigError(f"environment.infos={infos!r}: use 'log' or 'all'")
     if timeout is not None and not timeout > 0:
-        raise ConfigError(f"environment.timeout={timeout!r} must be above 0 seconds, or null for any time")
+        raise ConfigError(f"environment.timeout={timeout!r} must be above 0 seconds, or null for no limit")
 
 
 def _pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
@@ -442,14 +398,60 @@ def _pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
         return None
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2 or min(pair) < 1:
-        raise ConfigError(f"environment.size={size!r}: give one number, or height and width")
+        raise ConfigError(f"environment.size={size!r}: use one integer, or height and width")
     return int(pair[0]), int(pair[1])
 
 
 def _plain(value: Any) -> Any:
-    """Config nodes as plain dicts and lists."""
+    """Convert config nodes to dicts and lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
+
+
+# --- Task names of other projects ------------------------------------------------------------------------
+#
+#     atari_pong                  atari/pong              DreamerV3 and its ports
+#     atari100k_pong              atari100k/pong
+#     dmc_walker_walk             dmc/walker_walk
+#     crafter_reward              crafter/reward
+#     memmaze_9x9                 memory_maze/9x9
+#     BreakoutNoFrameskip-v4      atari100k/Breakout      IRIS and others: not sticky, minimal action set
+#     MemoryMaze-9x9-v0           memory_maze/9x9
+#     CrafterReward-v1            crafter/reward
+#     MiniGrid-Empty-5x5-v0       minigrid/…              as registered, with the suite's observations
+#     popgym-CountRecallEasy-v0   popgym/…
+#     carracing                   carracing/continuous
+#
+# Other names are not changed.
+
+ALIASES = (
+    (r"(atari|atari100k|crafter|dmc|minigrid|popgym|carracing)_(\w+)", r"\1/\2"),
+    (r"(?:memmaze|memorymaze|memory_maze)_(\d+x\d+)", r"memory_maze/\1"),
+    (r"MemoryMaze-(\d+x\d+)-v0", r"memory_maze/\1"),
+    (r"(\w+)NoFrameskip-v4", r"atari100k/\1"),
+    (r"CrafterReward-v1|crafter", "crafter/reward"),
+    (r"CrafterNoReward-v1", "crafter/noreward"),
+    (r"((?:MiniGrid|BabyAI)-.+)", r"minigrid/\1"),
+    (r"popgym-(.+)-v0", r"popgym/\1"),
+    (r"carracing", "carracing/continuous"),
+)
+
+
+def canonical(task: str) -> str:
+    """Return `suite/task` for a name in the table; any other name is returned unchanged."""
+    for pattern, replacement in ALIASES:
+        match = re.fullmatch(pattern, task)
+        if match:
+            return match.expand(replacement)
+    return task
+
+
+def with_suite(task: str, suite: str | None) -> str:
+    """Return `suite/pong` for the task `pong` in the config file of a suite; full names are not changed."""
+    named = canonical(task)
+    if not suite or "/" in named or ":" in named:
+        return named
+    return f"{suite}/{named}"

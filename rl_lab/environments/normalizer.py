@@ -1,4 +1,4 @@
-"""Running mean and variance of observations, and observations in units of them."""
+"""Normalization of observations by their running mean and variance."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rl_lab.environments.spec import FLOAT32_MAX
 from rl_lab.errors import CheckpointError, ConfigError
 from rl_lab.records import ArraySpec, Spec
 
-EPSILON = 1e-8  # on the variance: a number that never changed becomes 0
+EPSILON = 1e-8  # added to the variance: a constant value becomes 0
 
 
 class ObservationNormalizer:
-    """Subtracts the mean and divides by the deviation of all observations seen, number by number; then clips.
+    """Normalizes each element by the mean and standard deviation of all previous observations, then clips.
 
-    It concerns float observations of any shape; images (uint8) pass as they are. Batches are merged into the running
-    sums as Chan, Golub and LeVeque (1979) merge two samples, in float64.
+    It applies to float observations of any shape; images (uint8) are returned unchanged. Batches are merged
+    into the running statistics in float64, with the update formula of Chan, Golub and LeVeque (1979).
 
-    clip:   bound of the result; None: no bound
-    frozen: the statistics stay as they are (evaluation)
+    clip:   bound of the absolute value of the result; None: no bound
+    frozen: do not update the statistics (evaluation)
     """
 
     def __init__(
@@ -32,40 +32,42 @@ class ObservationNormalizer:
         self.count = 0
         floats = {name: spec for name, spec in observations.items() if np.dtype(spec.dtype).kind == "f"}
         self.mean = {name: np.zeros(spec.shape) for name, spec in floats.items()}
-        self._squares = {name: np.zeros(spec.shape) for name, spec in floats.items()}  # summed (x - mean)²
-        self._scale: dict[str, np.ndarray] = {}  # 1 / deviation, made when asked for
+        self._squares = {name: np.zeros(spec.shape) for name, spec in floats.items()}  # sum of (x - mean)²
+        self._scale: dict[str, np.ndarray] = {}  # 1 / standard deviation, computed on demand
 
     def variance(self, name: str) -> np.ndarray:
-        """The mean squared distance from the mean, in the shape of one observation."""
+        """Return the variance, in the shape of one observation."""
         return self._squares[name] / max(self.count, 1)
 
     def update(self, obs: Mapping[str, np.ndarray], rows: np.ndarray | None = None) -> None:
-        """Count observations, name -> (N, …); `rows` (N,) bool: those of them that are new."""
+        """Update the statistics with observations, name -> (N, …); `rows` (N,) bool selects the new ones."""
         if self.frozen:
             return
-        number = 0
+        added = 0
         for name in self.mean:
             batch = np.asarray(obs[name], np.float64)
             batch = batch if rows is None else batch[rows]
-            number = len(batch)
-            if number == 0:
+            added = len(batch)
+            if added == 0:
                 return
-            total = self.count + number
+            total = self.count + added
             mean = batch.mean(0)
             change = mean - self.mean[name]
-            self._squares[name] += ((batch - mean) ** 2).sum(0) + change**2 * (self.count * number / total)
-            self.mean[name] += change * (number / total)
-        self.count += number
+            self._squares[name] += ((batch - mean) ** 2).sum(0) + change**2 * (self.count * added / total)
+            self.mean[name] += change * (added / total)
+        self.count += added
         self._scale = {}
 
     def __call__(self, obs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """(…) observations as they are given to the agent; fresh arrays for those that changed."""
+        """Return normalized observations (…) in new arrays; other dtypes than float are not copied."""
         if not self._scale:
             self._scale = {name: 1.0 / np.sqrt(self.variance(name) + EPSILON) for name in self.mean}
         result = dict(obs)
         for name, mean in self.mean.items():
             scaled = (obs[name] - mean) * self._scale[name]
-            bound = FLOAT32_MAX if self.clip is None else self.clip  # a tiny deviation may not give infinity
+            bound = (
+                FLOAT32_MAX if self.clip is None else self.clip
+            )  # a tiny deviation must not lead to infinity
             np.clip(scaled, -bound, bound, out=scaled)
             result[name] = scaled.astype(np.float32)
         return result
@@ -79,29 +81,29 @@ class ObservationNormalizer:
         return {"count": self.count, "mean": tensors(self.mean), "squares": tensors(self._squares)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` gave, of this or another environment of the task."""
-        known = {name: np.array(value, np.float64) for name, value in state["mean"].items()}
-        if {n: a.shape for n, a in known.items()} != {n: a.shape for n, a in self.mean.items()}:
+        """Restore a state of `get_state`, from this or another environment of the same task."""
+        saved = {name: np.array(value, np.float64) for name, value in state["mean"].items()}
+        if {n: a.shape for n, a in saved.items()} != {n: a.shape for n, a in self.mean.items()}:
             raise CheckpointError(
-                f"the observation statistics are of {sorted(known)}, this environment has {sorted(self.mean)}, or "
-                "their shapes differ"
+                f"observation statistics of {sorted(saved)} do not match this environment, which has {sorted(self.mean)}: "
+                "names and shapes must be the same"
             )
         self.count = int(state["count"])
-        self.mean = known
+        self.mean = saved
         self._squares = {name: np.array(value, np.float64) for name, value in state["squares"].items()}
         self._scale = {}
 
 
 def make_normalizer(
-    spec: Spec, wanted: bool, clip: float | None, statistics: Mapping[str, Any] | None = None
+    spec: Spec, enabled: bool, clip: float | None, statistics: Mapping[str, Any] | None = None
 ) -> ObservationNormalizer | None:
-    """A running one; with `statistics` one that stays as it is; None where none is wanted."""
-    if not isinstance(wanted, bool) or (clip is not None and not clip > 0):
+    """Return a normalizer, frozen if `statistics` are given; None if not enabled."""
+    if not isinstance(enabled, bool) or (clip is not None and not clip > 0):
         raise ConfigError(
-            f"environment.normalize_observations={wanted!r} must be true or false, and normalize_clip={clip!r} a number "
-            "above 0, or null for none"
+            f"environment.normalize_observations={enabled!r} must be true or false, and normalize_clip={clip!r} must be "
+            "above 0, or null for no clipping"
         )
-    if not wanted:
+    if not enabled:
         return None
     normalizer = ObservationNormalizer(spec.observations, clip=clip, frozen=statistics is not None)
     if statistics is not None:

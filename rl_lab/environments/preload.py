@@ -1,8 +1,8 @@
-"""Imported once by the fork server, never by the trainer: what every worker process then has at birth."""
+"""Imports for worker processes: the fork server imports this module once, the trainer never does."""
 
 import os
 
-# Read when numpy loads. Workers are many and their matrices small; threads would only fight for cores.
+# numpy reads these on import. There are many workers with small matrices; threads would compete for cores.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 

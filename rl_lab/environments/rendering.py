@@ -1,4 +1,4 @@
-"""What MuJoCo draws with, on this machine and in this process."""
+"""Rendering: the choice of MuJoCo's OpenGL backend, and videos of training episodes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rl_lab.utils.seeding import derive_seed
 
 
 def find_renderer() -> str:
-    """What this machine can draw with: EGL (a GPU, or Mesa in software), else OSMesa, else "disable".
+    """Return the backend of this machine: EGL (a GPU, or Mesa in software), else OSMesa, else "disable".
 
-    "" leaves the choice to MuJoCo: there is a screen, or another system than Linux.
+    "" leaves the choice to MuJoCo, if there is a display or the system is not Linux.
     """
     if ctypes.util.find_library("EGL"):
         return "egl"
@@ -34,9 +34,10 @@ def find_renderer() -> str:
 
 
 def choose_renderer(needed: bool) -> str:
-    """Settle MUJOCO_GL before dm_control reads it, which it does once.
+    """Set MUJOCO_GL before dm_control reads it, which happens only once; return the backend.
 
-    A choice that the user made stays. LabError when frames are `needed` and nothing can draw them.
+    A value set by the user is not changed. Raises LabError if frames are `needed` and no backend is
+    available.
     """
     chosen = os.environ.get("MUJOCO_GL", "").lower()
     if not chosen and "dm_control._render" not in sys.modules:
@@ -45,7 +46,7 @@ def choose_renderer(needed: bool) -> str:
             os.environ["MUJOCO_GL"] = chosen
     if needed and chosen in ("disable", "off", "false", "0"):
         raise LabError(
-            "MuJoCo has nothing to draw frames with: install EGL (apt install libegl1 libgl1-mesa-dri, or a GPU's "
+            "MuJoCo has no rendering backend: install EGL (apt install libegl1 libgl1-mesa-dri, or a GPU's "
             "driver) or OSMesa (apt install libosmesa6) and unset MUJOCO_GL, or use observe=proprio"
         )
     _load_triton_before_mesa()
@@ -53,49 +54,47 @@ def choose_renderer(needed: bool) -> str:
 
 
 def _load_triton_before_mesa() -> None:
-    """Mesa brings an LLVM, and so does Triton: loaded after Mesa's, Triton's crashes the process; before it, both work.
+    """Import Triton before Mesa: both contain LLVM, and the process crashes if Triton's is loaded second.
 
-    torch loads Triton where it is installed, at the latest with the first optimizer. Workers never load torch, and stay
-    small.
+    torch imports Triton if it is installed, at the latest with the first optimizer. Worker processes do not
+    import torch, so they do not need this.
     """
     if "torch" in sys.modules or multiprocessing.parent_process() is None:
         with contextlib.suppress(ImportError):
             import triton  # noqa: F401
 
 
-# --------------------
-# Videos of training: every Nth episode of environment 0, drawn and written where it is played.
+# --- Videos of training episodes -------------------------------------------------------------------------
 
-
-MAX_FRAMES = 1000  # decisions that a video shows, from the beginning
-MAX_SIDE = 256  # pixels; larger frames are reduced by whole factors, or a long episode would fill the memory
-SEARCHED = 200_000  # episodes among which a seed's number is looked for: under a second
+MAX_FRAMES = 1000  # a video shows the first decisions of an episode
+MAX_SIDE = 256  # pixels; larger frames are reduced by an integer factor to save memory
+MAX_SEARCHED_SEEDS = 200_000  # episode numbers to compare with a seed; takes less than a second
 
 StepResult = tuple[Any, Any, bool, bool, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class VideoSettings:
-    """Which episodes are filmed, and where the films go."""
+    """Which episodes are recorded, and to which folder."""
 
     folder: str
     every: int
-    run_seed: int  # with it an episode's number follows from its seed
+    run_seed: int  # to find the number of an episode from its seed
 
     @classmethod
     def checked(cls, folder: str | Path | None, every: Any, run_seed: int) -> VideoSettings:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(
-                f"environment.video_every={every!r} must be a whole number: 10 films each tenth episode, 0 none"
+                f"environment.video_every={every!r} must be an integer: 10 records each tenth episode, 0 none"
             )
         if folder is None:
-            raise ConfigError("video_every needs video_folder, the folder that the videos go to")
+            raise ConfigError("video_every needs video_folder: set it to the folder for the videos")
         return cls(str(folder), every, run_seed)
 
 
 @dataclass(frozen=True)
-class Filmed:
-    """A factory of environments, those made for rendering with a camera on them: environment 0."""
+class RecordedFactory:
+    """Environment factory that adds `EpisodeVideo` to the rendered environment, number 0."""
 
     factory: Callable[[bool], gymnasium.Env]
     settings: VideoSettings
@@ -106,10 +105,10 @@ class Filmed:
 
 
 class EpisodeVideo(gymnasium.Wrapper):
-    """Films episodes 0, N, 2N, … as `episode_<number>.mp4` (GIF where there is no ffmpeg).
+    """Records episodes 0, N, 2N, … as `episode_<number>.mp4` (GIF without ffmpeg).
 
-    The number follows from the seed that the episode is reset with, so a resumed run goes on counting where it stood,
-    and the open episode, which is replayed, is filmed from its beginning.
+    The number is found from the seed of the episode, so that a resumed run continues to count correctly. The
+    open episode is replayed on resume, so its video is complete.
     """
 
     def __init__(self, env: gymnasium.Env, settings: VideoSettings) -> None:
@@ -118,58 +117,60 @@ class EpisodeVideo(gymnasium.Wrapper):
         self.number = -1
         self._seeds_known = True
         self._frames: list[np.ndarray] | None = None
-        self._complained = False
+        self._warned = False
 
     def reset(self, *, seed: int | None = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         result = self.env.reset(seed=seed, **kwargs)
         self.number = self._number(seed)
         self._frames = [] if self.number % self.settings.every == 0 else None
-        self._film()
+        self._capture()
         return result
 
     def step(self, action: Any) -> StepResult:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self._film()
+        self._capture()
         if self._frames and (terminated or truncated):
             self._write()
         return obs, reward, terminated, truncated, info
 
-    def _film(self) -> None:
+    def _capture(self) -> None:
         if self._frames is not None and len(self._frames) < MAX_FRAMES:
             self._frames.append(_reduced(np.asarray(self.env.render())))
 
     def _write(self) -> None:
-        """The film as a file. One that cannot be written is said once and does not end the run."""
+        """Write the video file. If that fails, warn once and continue the run."""
         frames, self._frames = self._frames, None
         path = Path(self.settings.folder) / f"episode_{self.number:09d}"
         fps = float((self.env.metadata or {}).get("render_fps") or 30)
         try:
             save_video(path, np.stack(frames or []), fps)
         except Exception as error:
-            if not self._complained:
-                warnings.warn(f"no video {path} ({type(error).__name__}: {error})", stacklevel=2)
-            self._complained = True
+            if not self._warned:
+                warnings.warn(
+                    f"{path}: the video cannot be written ({type(error).__name__}: {error})", stacklevel=2
+                )
+            self._warned = True
 
     def _number(self, seed: int | None) -> int:
-        following = self.number + 1
-        if seed is None or not self._seeds_known or self._seed_of(following) == seed:
-            return following
-        for number in range(SEARCHED):
+        next_number = self.number + 1
+        if seed is None or not self._seeds_known or self._seed_of(next_number) == seed:
+            return next_number
+        for number in range(MAX_SEARCHED_SEEDS):
             if self._seed_of(number) == seed:
                 return number
-        self._seeds_known = False  # seeds of somebody else: count
-        return following
+        self._seeds_known = False  # seeds that this run did not derive: only count
+        return next_number
 
     def _seed_of(self, number: int) -> int:
-        """What `VectorEnv` resets environment 0 with for that episode."""
+        """Return the seed that `VectorEnv` uses for this episode of environment 0."""
         return derive_seed(self.settings.run_seed, "env", 0, number) & 0x7FFFFFFF
 
 
 def _reduced(frame: np.ndarray) -> np.ndarray:
-    """(H, W, 3) uint8 with sides of at most `MAX_SIDE`."""
+    """Return (H, W, 3) uint8, reduced to at most `MAX_SIDE` pixels per side."""
     if frame.ndim != 3 or frame.dtype != np.uint8:
         raise ConfigError(
-            "environment.video_every needs an environment whose render() gives (H, W, 3) uint8 frames: set it to 0"
+            "environment.video_every needs an environment whose render() returns (H, W, 3) uint8 frames: set it to 0"
         )
     factor = -(-max(frame.shape[:2]) // MAX_SIDE)
     if factor == 1:

@@ -1,17 +1,17 @@
-"""From Gymnasium spaces to the lab's `Spec`.
+"""Conversion of Gymnasium spaces to `Spec`, and checks of the rows that environments return.
 
-Observations become a flat dict of arrays. Each leaf of the environment's space is one entry:
+Observations are converted to a flat dict of arrays. Each leaf of the environment's space is one entry:
 
-    Box, uint8, 3-D            image, channels first; the smaller of first and last axis is the channel axis
+    Box, uint8, 3-D            image, channels first; the smaller of the first and last axis has the channels
     Box, uint8, 2-D            image with one channel
     Box, uint8, 4-D            stacked images (S, H, W, C) or (S, C, H, W), merged to (S*C, H, W)
     Box, other, 0-D or 1-D     float32 vector
     Box, other, 2-D and more   float32 array of that shape
-    Discrete, MultiDiscrete    one-hot float32 vector(s), side by side: a number would claim an order
+    Discrete, MultiDiscrete    one-hot float32 vector(s), concatenated: an integer would imply an order
     MultiBinary                float32 vector
 
-Names are the keys of Dict and Tuple spaces, nested ones joined with "_"; a bare space is called `image`,
-`vector` or (2-D and more) `array`. Actions become one of three kinds; see `ActionSpec`.
+Names are the keys of Dict and Tuple spaces, nested keys joined with "_"; a single space is called `image`,
+`vector` or (2-D and more) `array`. Actions are converted to one of three kinds; see `ActionSpec`.
 """
 
 from __future__ import annotations
@@ -29,98 +29,10 @@ from gymnasium import spaces
 from rl_lab.errors import ConfigError, closest
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
-# --------------------
-# Which rows of an environment can be used: finite real numbers, in the shapes that its spaces promise.
-#
-# One NaN in replay stops every update that draws it, and one in running statistics stays there for good. So a row is
-# checked before anyone sees it; one that cannot be used is a fault of its environment (see `EnvRunner`).
-
-
-NUMBERS = "biuf"  # kinds of dtype: bool, whole numbers, floats
+NUMERIC_KINDS = "biuf"  # dtype kinds: bool, integers, floats
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _PLAIN = (float, int)
 _TEXT = (str, bytes)
-
-
-class UnusableRow(ValueError):
-    """An environment gave an observation, a reward or a flag that cannot be used; the message begins with its name."""
-
-
-def real_array(name: str, value: Any) -> np.ndarray:
-    """An observation as an array; UnusableRow unless it is of real numbers."""
-    array = value if type(value) is np.ndarray else np.asarray(value)
-    if array.dtype.kind not in NUMBERS:
-        raise UnusableRow(f"observation '{name}' has dtype {array.dtype}, which is not of real numbers")
-    return array
-
-
-def shaped_array(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """`real_array` of this shape. Axes of length 1 may be missing or be too many: they change no order."""
-    array = real_array(name, value)
-    if array.shape != shape and [n for n in array.shape if n != 1] != [n for n in shape if n != 1]:
-        raise UnusableRow(f"observation '{name}' has shape {array.shape}, not {shape}")
-    return array
-
-
-def whole_array(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Real numbers as an array of whole numbers; UnusableRow where this dtype has no place for one of them."""
-    if array.dtype == dtype:
-        return array
-    limits = np.iinfo(dtype)
-    if array.size and not (
-        array.min() >= limits.min and array.max() <= limits.max
-    ):  # nor is NaN between them
-        raise UnusableRow(
-            f"observation '{name}' has numbers that are not within {limits.min} to {limits.max}"
-        )
-    return array.astype(dtype)
-
-
-def finite_number(name: str, value: Any) -> float:
-    """A reward as a number that float32 can hold."""
-    number = value
-    if not isinstance(value, _PLAIN):
-        array = np.asarray(value)
-        number = array.item() if array.dtype.kind in NUMBERS and array.size == 1 else math.nan
-    if not -FLOAT32_MAX <= number <= FLOAT32_MAX:
-        raise UnusableRow(f"{name} is {reprlib.repr(value)}, not a finite float32 number")
-    return float(number)
-
-
-def flag(name: str, value: Any) -> bool:
-    """`terminated` or `truncated`; text is refused, as any text is true to Python, "no" among them."""
-    if isinstance(value, _TEXT):
-        raise UnusableRow(f"{name} is {reprlib.repr(value)}, not true or false")
-    return bool(value)
-
-
-class ObservationCheck:
-    """Checks one environment's observations, name -> array, against the arrays (N, …) that they are written to."""
-
-    def __init__(self, targets: Mapping[str, np.ndarray]) -> None:
-        self._columns = [
-            (name, array.shape[1:], array.dtype, array.dtype.kind == "f") for name, array in targets.items()
-        ]
-
-    def __call__(self, obs: Mapping[str, Any]) -> list[np.ndarray]:
-        """The values to write, in the order of the targets; UnusableRow names what cannot be."""
-        values = []
-        for name, shape, dtype, is_float in self._columns:
-            if name not in obs:
-                raise UnusableRow(f"observation '{name}' is missing")
-            value = obs[name]
-            if type(value) is not np.ndarray or value.dtype != dtype:
-                value = real_array(name, value)
-                value = value.astype(dtype) if is_float else whole_array(name, value, dtype)
-            if value.shape != shape:
-                raise UnusableRow(f"observation '{name}' has shape {value.shape}, not {shape}")
-            # A finite sum of squares has finite terms only, and takes a third of the time of `isfinite`. Large numbers
-            # overflow it, so the other way round it says nothing.
-            if is_float and not math.isfinite(np.vdot(value, value)) and not np.isfinite(value).all():
-                raise UnusableRow(f"observation '{name}' has NaN or infinity")
-            values.append(value)
-        return values
-
 
 Convert = Callable[[Any], np.ndarray]
 Path = tuple[Hashable, ...]
@@ -128,7 +40,7 @@ Path = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One entry of the observation dict: where it lies in the environment's observation, and how to read it."""
+    """One entry of the observation dict: its path in the environment's observation, and how to convert it."""
 
     name: str
     path: Path
@@ -137,17 +49,19 @@ class Leaf:
 
 
 def observation_leaves(space: spaces.Space, keep: Sequence[str] | None = None) -> list[Leaf]:
-    """The entries of an observation space, in its own order; `keep` names those wanted, None takes all."""
-    found = [(_leaf_name(path, leaf), path, leaf) for path, leaf in _walk(space, ())]
-    names = [name for name, _, _ in found]
+    """Return the entries of an observation space, in its order; `keep` selects names, None keeps all."""
+    entries = [(_leaf_name(path, leaf), path, leaf) for path, leaf in _walk(space, ())]
+    names = [name for name, _, _ in entries]
     for name in keep or ():
         if name not in names:
             raise ConfigError(f"no observation is called '{name}'.{closest(name, names)}")
     if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ConfigError(f"two observations would both be called {twice}: rename a key of the Dict space")
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(
+            f"observations {duplicates} would have the same name: rename a key of the Dict space"
+        )
     leaves = []
-    for name, path, leaf in found:
+    for name, path, leaf in entries:
         if keep is None or name in keep:
             spec, convert = _leaf_reader(name, leaf)
             leaves.append(Leaf(name, path, spec, convert))
@@ -157,7 +71,7 @@ def observation_leaves(space: spaces.Space, keep: Sequence[str] | None = None) -
 
 
 def observation_space(specs: dict[str, ArraySpec]) -> spaces.Dict:
-    """The Gymnasium space of one converted observation."""
+    """Return the Gymnasium space of one converted observation."""
     boxes: dict[str, spaces.Space] = {}
     for name, spec in specs.items():
         low, high = (0, 255) if spec.dtype == "uint8" else (-np.inf, np.inf)
@@ -166,9 +80,9 @@ def observation_space(specs: dict[str, ArraySpec]) -> spaces.Dict:
 
 
 def action_mapping(space: spaces.Space) -> tuple[ActionSpec, Callable[[Any], Any]]:
-    """How the lab writes an action of this space, and the function from there to the environment's own form.
+    """Return the `ActionSpec` of an action space, and the function that converts actions for the environment.
 
-    A continuous dimension without finite bounds is passed on as it is: [-1, 1] is then all the lab can send.
+    A continuous dimension without finite bounds is not rescaled: the environment receives values in [-1, 1].
     """
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
@@ -190,12 +104,12 @@ def action_mapping(space: spaces.Space) -> tuple[ActionSpec, Callable[[Any], Any
         return _continuous(space)
     raise ConfigError(
         f"actions of a {type(space).__name__} space are not supported: use Discrete, MultiDiscrete, MultiBinary "
-        "or Box (a wrapper around the environment can flatten others)"
+        "or Box, for example with a wrapper that flattens the space"
     )
 
 
 def action_space(spec: ActionSpec) -> spaces.Space:
-    """The Gymnasium space of one action as the lab writes it."""
+    """Return the Gymnasium space of one action of this `ActionSpec`."""
     if spec.kind == "discrete":
         return spaces.Discrete(spec.choices[0])
     if spec.kind == "multi_discrete":
@@ -204,7 +118,7 @@ def action_space(spec: ActionSpec) -> spaces.Space:
 
 
 def spec_of(env: gymnasium.Env, name: str) -> Spec:
-    """The `Spec` of an environment that has the lab's wrappers around it."""
+    """Return the `Spec` of an environment that has the lab's wrappers."""
     assert isinstance(env.observation_space, spaces.Dict)
     observations = {
         key: ArraySpec(tuple(box.shape or ()), str(box.dtype))
@@ -221,13 +135,13 @@ def _continuous(space: spaces.Box) -> tuple[ActionSpec, Callable[[Any], Any]]:
     center, half = (high + low) / 2, (high - low) / 2
     shape, dtype, floor, ceiling = space.shape, space.dtype, space.low, space.high
     assert dtype is not None
-    rounded = np.issubdtype(dtype, np.integer)
+    is_integer = np.issubdtype(dtype, np.integer)
 
     def to_environment(action: Any) -> np.ndarray:
-        # minimum and maximum: np.clip takes three times as long for a few numbers, in every step.
+        # For small arrays np.clip takes three times as long as minimum and maximum.
         value = center + np.minimum(np.maximum(action, -1.0), 1.0) * half
-        value = (np.rint(value) if rounded else value).reshape(shape)
-        # One-sided bounds, and the last bit of a rescaled ±1, stay inside the space.
+        value = (np.rint(value) if is_integer else value).reshape(shape)
+        # Respect one-sided bounds, and rounding errors of a rescaled ±1.
         return np.minimum(np.maximum(value.astype(dtype), floor), ceiling)
 
     return ActionSpec(
@@ -266,13 +180,13 @@ def _leaf_reader(name: str, space: spaces.Space) -> tuple[ArraySpec, Convert]:
     if isinstance(space, spaces.MultiBinary):
         return _float_reader(name, space.shape, (int(np.prod(space.shape)),))
     raise ConfigError(
-        f"observation '{name}' is a {type(space).__name__} space, which does not become an array: keep only other "
+        f"observation '{name}' is a {type(space).__name__} space, which cannot be converted to an array: select other "
         "observations with environment.observations=[…], or convert it in the environment"
     )
 
 
 def _float_reader(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> tuple[ArraySpec, Convert]:
-    """Numbers of `shape`, as float32 of the shape `target`."""
+    """Convert values of `shape` to float32 of the shape `target`."""
 
     def convert(value: Any) -> np.ndarray:
         return shaped_array(name, value, shape).astype(np.float32, order="C", copy=False).reshape(target)
@@ -281,36 +195,119 @@ def _float_reader(name: str, shape: tuple[int, ...], target: tuple[int, ...]) ->
 
 
 def _image_reader(name: str, shape: tuple[int, ...]) -> tuple[ArraySpec, Convert]:
-    """uint8 (H, W), (H, W, C), (C, H, W), or a stack of the latter two, as (C, H, W)."""
+    """Convert uint8 (H, W), (H, W, C), (C, H, W), or a stack of the latter two, to (C, H, W)."""
     if len(shape) > 4:
         raise ConfigError(
             f"observation '{name}' has shape {shape}: images have 2, 3 or 4 (stacked) dimensions"
         )
-    last = len(shape) > 2 and shape[-1] <= shape[-3]
-    frame = (shape[-1], *shape[-3:-1]) if last else shape[-3:] if len(shape) > 2 else (1, *shape)
+    channels_last = len(shape) > 2 and shape[-1] <= shape[-3]
+    frame = (shape[-1], *shape[-3:-1]) if channels_last else shape[-3:] if len(shape) > 2 else (1, *shape)
     stack = shape[0] if len(shape) == 4 else 1
     target = (stack * frame[0], *frame[1:])
 
     def convert(value: Any) -> np.ndarray:
-        image = whole_array(name, shaped_array(name, value, shape), np.uint8)
+        image = integer_array(name, shaped_array(name, value, shape), np.uint8)
         image = image.reshape(shape)
-        image = np.moveaxis(image, -1, -3) if last else image
+        image = np.moveaxis(image, -1, -3) if channels_last else image
         return np.ascontiguousarray(image).reshape(target)
 
     return ArraySpec(target, "uint8"), convert
 
 
 def _one_hot_reader(name: str, counts: np.ndarray, starts: np.ndarray) -> tuple[ArraySpec, Convert]:
-    # Position of each choice's first column, less its own start, so that adding the value gives the column.
+    # First column of each variable minus its start: adding the value gives the column.
     columns = np.concatenate([[0], np.cumsum(counts)[:-1]]) - starts
     width = int(counts.sum())
 
     def convert(value: Any) -> np.ndarray:
         choices = np.asarray(value).reshape(-1)
         if choices.shape != columns.shape:
-            raise UnusableRow(f"observation '{name}' has {choices.size} whole numbers, not {columns.size}")
+            raise UnusableRow(f"observation '{name}' has {choices.size} integers, not {columns.size}")
         vector = np.zeros(width, np.float32)
         vector[columns + choices] = 1.0
         return vector
 
     return ArraySpec((width,), "float32"), convert
+
+
+# --- Checks of rows --------------------------------------------------------------------------------------
+#
+# A single NaN in replay breaks every update that samples it, and one in running statistics stays there. Each
+# row is therefore checked before it is used; an unusable row is a fault of its environment (see `EnvRunner`).
+
+
+class UnusableRow(ValueError):
+    """An environment returned an unusable observation, reward or flag; the message starts with its name."""
+
+
+def numeric_array(name: str, value: Any) -> np.ndarray:
+    """Convert an observation to an array; raise UnusableRow unless its dtype is bool, integer or float."""
+    array = value if type(value) is np.ndarray else np.asarray(value)
+    if array.dtype.kind not in NUMERIC_KINDS:
+        raise UnusableRow(f"observation '{name}' has dtype {array.dtype}, not bool, integer or float")
+    return array
+
+
+def shaped_array(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Like `numeric_array`, and check the shape; axes of length 1 do not matter."""
+    array = numeric_array(name, value)
+    if array.shape != shape and [n for n in array.shape if n != 1] != [n for n in shape if n != 1]:
+        raise UnusableRow(f"observation '{name}' has shape {array.shape}, not {shape}")
+    return array
+
+
+def integer_array(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Convert an array to an integer dtype; raise UnusableRow if a value is out of its range."""
+    if array.dtype == dtype:
+        return array
+    limits = np.iinfo(dtype)
+    # This form of the condition also rejects NaN.
+    if array.size and not (array.min() >= limits.min and array.max() <= limits.max):
+        raise UnusableRow(f"observation '{name}' has values outside {limits.min} to {limits.max}")
+    return array.astype(dtype)
+
+
+def finite_number(name: str, value: Any) -> float:
+    """Convert a reward to a float; raise UnusableRow unless it is finite in float32."""
+    number = value
+    if not isinstance(value, _PLAIN):
+        array = np.asarray(value)
+        number = array.item() if array.dtype.kind in NUMERIC_KINDS and array.size == 1 else math.nan
+    if not -FLOAT32_MAX <= number <= FLOAT32_MAX:
+        raise UnusableRow(f"{name} is {reprlib.repr(value)}, not a finite float32 value")
+    return float(number)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Convert a flag to bool; raise UnusableRow for text, since even "no" is true in Python."""
+    if isinstance(value, _TEXT):
+        raise UnusableRow(f"{name} is {reprlib.repr(value)}, not true or false")
+    return bool(value)
+
+
+class ObservationCheck:
+    """Checks the observations of one environment against the arrays (N, …) that they are written to."""
+
+    def __init__(self, targets: Mapping[str, np.ndarray]) -> None:
+        self._columns = [
+            (name, array.shape[1:], array.dtype, array.dtype.kind == "f") for name, array in targets.items()
+        ]
+
+    def __call__(self, obs: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return the values to write, in the order of the targets; raise UnusableRow for an unusable one."""
+        values = []
+        for name, shape, dtype, is_float in self._columns:
+            if name not in obs:
+                raise UnusableRow(f"observation '{name}' is missing")
+            value = obs[name]
+            if type(value) is not np.ndarray or value.dtype != dtype:
+                value = numeric_array(name, value)
+                value = value.astype(dtype) if is_float else integer_array(name, value, dtype)
+            if value.shape != shape:
+                raise UnusableRow(f"observation '{name}' has shape {value.shape}, not {shape}")
+            # A finite sum of squares implies finite values and takes a third of the time of `isfinite`. Large
+            # values overflow the sum, so `isfinite` decides in that case.
+            if is_float and not math.isfinite(np.vdot(value, value)) and not np.isfinite(value).all():
+                raise UnusableRow(f"observation '{name}' has NaN or infinity")
+            values.append(value)
+        return values

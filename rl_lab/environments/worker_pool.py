@@ -1,8 +1,16 @@
-"""The workers of a vector environment: asked together, and made again when they fail.
+"""`WorkerPool` sends commands to the workers of a vector environment and restarts failed environments.
 
-An environment that fails (it raised, gave a row that cannot be used, its process died or does not answer) loses its open
-episode. The row that never came is written here: the last observation once more, reward 0, truncated. An environment
-that fails to begin an episode tries the next one's seed, until it begins or too much has failed.
+When a worker process dies or does not answer within the timeout:
+
+1. The pool kills the process and starts a new one, which creates its environments at their next reset. (If an
+   environment raises or returns an unusable row, its process stays and only this environment is created
+   again.)
+2. The open episode of each affected environment ends with a row that the pool writes: the last observation
+   repeated, reward 0, truncated.
+3. The next step resets these environments with the seed of their next episode. If a reset fails, the pool
+   tries the seed of the episode after it, until a reset succeeds or `RestartLimit` is exceeded.
+4. After too many restarts the current step is still completed, so that a checkpoint can be saved; the next
+   call raises EnvironmentFaultError. A failure in the very first reset raises at once.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ import numpy as np
 
 from rl_lab.environments.env_runner import (
     DONE,
-    REST,
+    IDLE,
     STEP,
     EnvironmentFailure,
     EnvRunner,
@@ -41,21 +49,265 @@ from rl_lab.environments.faults import FaultLog, RestartLimit, last_line
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
 
-# --------------------
-# The trainer's side of an `EnvRunner`: one here, or one in a worker process. Both are sent to, then asked.
-
-
 PACKAGE_PARENT = Path(__file__).parents[2]
-GRACE_S = 5.0  # for environments to close in, before their process is killed
-GLANCE_S = 0.05  # an answer that takes longer is watched for progress
-FIRST_PATIENCE = 5  # times the usual timeout: a process starts, imports and makes its environments
+CLOSE_TIMEOUT_S = 5.0  # a worker that has not closed its environments by then is killed
+FIRST_POLL_S = 0.05  # after this wait the progress of the worker is monitored
+FIRST_REPLY_FACTOR = 5  # times the timeout: the process starts, imports and creates its environments
 _STEP_COMMAND = ("step", ())
+
+Infos = dict[str, Any]
+
+
+class WorkerPool:
+    """N environments in `num_workers` processes (0: in this process), with their shared arrays and fault log.
+
+    options:  `all_infos` and `render`, for `EnvRunner`
+    timeout:  maximum seconds of one environment call in a worker process; None: no limit
+    restarts: how many restarts are allowed before the run stops
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[bool], gymnasium.Env],
+        num_envs: int,
+        *,
+        spec: Spec,
+        num_workers: int,
+        seed: int,
+        options: dict[str, Any],
+        timeout: float | None,
+        restarts: RestartLimit,
+    ) -> None:
+        self.num_envs = num_envs
+        self.timeout = timeout
+        self.faults = FaultLog(restarts)
+        self.trusted = False  # True: restart environments that fail in the first reset, too
+        self.reset_pending: set[int] = set()  # environments whose reset failed when the limit was exceeded
+        self.seed = seed
+        self.episodes = np.zeros(num_envs, np.int64)  # number of each environment's current episode
+        self.scheduled_seeds: dict[int, int] = {}  # seeds for the next episodes; IDLE: start none
+        self._factory = factory
+        self._spec = spec
+        self._options = options
+        self._memory = shared_memory(start_context(), spec, num_envs) if num_workers else None
+        self.arrays = StepArrays(spec, num_envs, self._memory)
+        self.workers: list[Worker] = []
+        self.close = weakref.finalize(self, _close_workers, self.workers, os.getpid())  # at exit too
+        for indices in np.array_split(np.arange(num_envs), num_workers or 1):
+            self.workers.append(self._make_worker(indices.tolist()))
+        for worker in self.workers:
+            if isinstance(worker, ProcessWorker):
+                self._wait_until_built(worker)
+
+    def _make_worker(self, indices: Sequence[int], *, lazy: bool = False) -> Worker:
+        options = {**self._options, "lazy": lazy}
+        if self._memory is None:
+            return LocalWorker(self._factory, indices, self.arrays, options)
+        return ProcessWorker(
+            self._factory,
+            indices,
+            self.arrays,
+            options,
+            spec=self._spec,
+            num_envs=self.num_envs,
+            memory=self._memory,
+        )
+
+    def _wait_until_built(self, worker: ProcessWorker) -> None:
+        try:
+            worker.wait_built(self.timeout)
+        except WorkerLost as lost:
+            self.close()
+            raise LabError(f"{lost.who} {lost.what} during its construction. {lost.advice}") from None
+        except LabError:
+            self.close()
+            raise
+
+    # ---------------------------------------------------------------- commands
+
+    def send_step(self, ended: np.ndarray) -> None:
+        """Send a step to all environments; those in `ended` (N,) bool start their next episode instead."""
+        restarting = np.flatnonzero(ended)
+        if restarting.size:
+            self.episodes[restarting] += 1
+            self._write_seeds(restarting)
+        self.arrays.swap()
+        for worker in self.workers:
+            worker.send_step()
+
+    def receive_step(self, ended: np.ndarray) -> Infos:
+        """Return the infos; `closed` (index -> reason) lists the episodes that a failure ended."""
+        return self._gather(self.workers, ended)
+
+    def reset(self, envs: Sequence[int], options: dict[str, Any] | None = None) -> Infos:
+        """Reset these environments fully, to the episodes numbered in `episodes`."""
+        resetting = np.zeros(self.num_envs, bool)
+        resetting[envs] = True
+        for env in envs:
+            self.scheduled_seeds.pop(env, None)
+        received = set(range(self.num_envs)) - set(envs)
+        return self._gather(self._send_reset(envs, options), resetting, options, received)
+
+    def replay(self, histories: Mapping[int, Sequence[Segment]]) -> set[int]:
+        """Replay open games (see `EnvRunner.replay`); return the environments that diverged."""
+        workers = self._workers_of(histories)
+        for worker in workers:
+            worker.send("replay", {env: histories[env] for env in worker.indices if env in histories})
+        failed: set[int] = set()
+        for worker in workers:
+            reply, faults = self._receive(worker)
+            failed |= set(reply.get("failed", ())) | faults.keys()
+        if self.faults.failure:
+            raise self.faults.failure
+        return failed & histories.keys()
+
+    def render(self) -> Any:
+        """Return a frame of environment 0, or None if it has no open episode."""
+        worker = self.workers[0]
+        worker.send("render")
+        try:
+            return worker.receive(self.timeout).get("frame")
+        except WorkerLost as lost:
+            self.close()
+            raise LabError(f"{lost.who} {lost.what} during render(). {lost.advice}") from None
+
+    def _write_seeds(self, envs: Any) -> None:
+        for env in envs:
+            seed = self.scheduled_seeds.get(int(env))
+            if seed is None:
+                seed = episode_seed(self.seed, int(env), int(self.episodes[env]))
+            elif seed != IDLE:
+                del self.scheduled_seeds[int(env)]
+            self.arrays.seed[env] = seed
+
+    def _send_reset(self, envs: Sequence[int], options: dict[str, Any] | None) -> list[Worker]:
+        self._write_seeds(envs)
+        self.arrays.reset_continues[envs] = False
+        workers = self._workers_of(envs)
+        for worker in workers:
+            worker.send("reset", [env for env in worker.indices if env in envs], options)
+        return workers
+
+    def _workers_of(self, envs: Any) -> list[Worker]:
+        return [worker for worker in self.workers if any(env in envs for env in worker.indices)]
+
+    # ---------------------------------------------------------------- replies
+
+    def _gather(
+        self,
+        workers: Sequence[Worker],
+        resetting: np.ndarray,
+        options: dict[str, Any] | None = None,
+        received: Collection[int] = (),
+    ) -> Infos:
+        """Wait for one reply of each worker and return the merged infos.
+
+        resetting: (N,) bool, environments whose reply is the first row of an episode
+        received:  environments whose row has already arrived; if they fail now, that row becomes truncated
+        """
+        infos: Infos = {}
+        arrays = self.arrays
+        for attempt in itertools.count(1):
+            retry: list[int] = []
+            for worker in tuple(workers):
+                reply, faults = self._receive(worker, resetting, attempt)
+                for key, value in reply.items():
+                    infos.setdefault(key, {}).update(value)
+                for env, why in faults.items():
+                    if resetting[env]:
+                        retry += [] if arrays.seed[env] == IDLE else [env]
+                        continue
+                    if env not in received:
+                        self._write_placeholder_row(env, truncated=True)
+                    elif arrays.terminated[env] or arrays.truncated[env]:
+                        continue
+                    else:  # its process died during the retry of another environment
+                        arrays.truncated[env] = True
+                    infos.setdefault("closed", {})[env] = why
+            if not retry:
+                break
+            if self.faults.failure:
+                for env in retry:
+                    self._write_placeholder_row(env, truncated=False)
+                self.reset_pending |= set(retry)
+                break
+            received = set(range(self.num_envs))
+            self.episodes[retry] += 1
+            workers = self._send_reset(retry, options)
+        return infos
+
+    def _receive(
+        self, worker: Worker, resetting: np.ndarray | None = None, attempt: int = 1
+    ) -> tuple[Reply, dict[int, str]]:
+        """Wait for a worker; return its reply and, for each environment that failed, index -> reason."""
+        try:
+            reply = worker.receive(self.timeout)
+        except WorkerLost as lost:
+            assert isinstance(worker, ProcessWorker)
+            worker.kill()
+            consecutive = attempt if resetting is not None and resetting[list(worker.indices)].all() else 0
+            self._record_fault(
+                lost.kind, lost.who, lost.what, f". {lost.advice}" if lost.advice else "", consecutive
+            )
+            if not self.faults.failure:
+                self._replace(worker)
+            return {}, dict.fromkeys(worker.indices, lost.what)
+        except LabError:
+            self.close()
+            raise
+        tracebacks: dict[int, str] = reply.pop("faults", {})
+        faults = {env: f"raised {last_line(text)}" for env, text in tracebacks.items()}
+        for env, text in reply.pop("unusable", {}).items():
+            faults[env] = f"returned an unusable row: {text}"
+        for env, what in faults.items():
+            consecutive = attempt if resetting is not None and resetting[env] else 0
+            detail = f"\n\n{tracebacks[env].strip()}" if env in tracebacks else ""
+            self._record_fault("raised", f"environment {env}", what, detail, consecutive)
+        return reply, faults
+
+    def _replace(self, worker: ProcessWorker) -> None:
+        try:
+            self.workers[self.workers.index(worker)] = self._make_worker(worker.indices, lazy=True)
+        except (OSError, EOFError) as error:  # out of memory, or too many processes
+            self.faults.stop(
+                f"environments {list(worker.indices)}: a new worker process cannot be started: {error}"
+            )
+
+    def _record_fault(self, kind: str, who: str, what: str, detail: str, consecutive: int) -> None:
+        if consecutive and not self.trusted:
+            self.close()  # nothing is lost yet, and the environment itself is most likely broken
+            raise LabError(f"{who} {what}{detail}")
+        self.faults.record(kind, who, what, detail=detail, consecutive=consecutive)
+
+    def _write_placeholder_row(self, env: int, *, truncated: bool) -> None:
+        arrays = self.arrays
+        arrays.repeat(env)
+        arrays.reward[env] = 0.0
+        arrays.terminated[env] = False
+        arrays.truncated[env] = truncated
+        arrays.reset_continues[env] = False
+
+
+def _close_workers(workers: list[Worker], owner: int) -> None:
+    if os.getpid() != owner:  # a forked child must not stop the trainer's workers
+        return
+    for worker in workers:
+        worker.close()
+    for worker in workers:
+        if isinstance(worker, ProcessWorker):
+            worker.join()
+    workers.clear()
+
+
+# --- Workers ---------------------------------------------------------------------------------------------
 
 
 class WorkerLost(Exception):
-    """A worker process is gone, or must go.
+    """A worker process died or hangs.
 
-    kind: "died" or "hung"; what: "was killed by SIGKILL", for a sentence that begins with who; advice: more of it
+    kind:      "died" or "hung"
+    who, what: subject and predicate of the message ("environment 2", "was killed by SIGKILL")
+    advice:    an additional sentence
     """
 
     def __init__(self, kind: str, who: str, what: str, advice: str = "") -> None:
@@ -67,7 +319,10 @@ class WorkerLost(Exception):
 
 
 class Worker(Protocol):
-    """Some of the N environments. Commands are methods of `EnvRunner`; every `send` is followed by a `receive`."""
+    """Handle to an `EnvRunner` with some of the N environments, in this process or in another one.
+
+    Commands are methods of `EnvRunner`; every `send` is followed by a `receive`.
+    """
 
     indices: Sequence[int]
 
@@ -78,7 +333,7 @@ class Worker(Protocol):
 
 
 class LocalWorker:
-    """Environments in this process; the work is done when the answer is asked for. No timeout can stop it."""
+    """Environments in this process. `receive` runs the command; the timeout is ignored."""
 
     def __init__(
         self,
@@ -112,9 +367,10 @@ class LocalWorker:
 
 
 class ProcessWorker:
-    """Environments in a process of their own.
+    """Environments in a separate process.
 
-    options: keywords of `EnvRunner`. Unless they are lazy, `built` must be called before the first command.
+    options: keyword arguments of `EnvRunner`; unless `lazy` is set, call `wait_built` before the first
+             command
     """
 
     def __init__(
@@ -131,20 +387,20 @@ class ProcessWorker:
         self.indices = indices
         payload = _pickled((factory, list(indices), options))
         context = start_context()
-        self.connection, theirs = context.Pipe()
+        self.connection, worker_end = context.Pipe()
         self.process = context.Process(
             target=worker_main,
-            args=(theirs, payload, memory, spec, num_envs, dict(os.environ)),
+            args=(worker_end, payload, memory, spec, num_envs, dict(os.environ)),
             name=f"env-worker-{indices[0]}",
             daemon=True,
         )
-        with _apart_from_main():
+        with _without_main_script():
             self.process.start()
-        theirs.close()  # ours is now the only other end: a death on either side is seen at once on the other
-        self._ticks = arrays.ticks[indices[0] : indices[-1] + 1]
-        self._built = False
-        self._young = True  # nothing but the building has been answered
-        self._wait = _waiter(self.connection)
+        worker_end.close()  # with one open end per process, each side sees the other's death as EOF
+        self._call_counts = arrays.call_counts[indices[0] : indices[-1] + 1]
+        self._is_built = False
+        self._before_first_reply = True  # only the construction has been acknowledged
+        self._poll = _poll_function(self.connection)
 
     def send(self, command: str, *args: Any) -> None:
         self._send(pickle.dumps((command, args)))
@@ -153,33 +409,34 @@ class ProcessWorker:
         self._send(STEP)
 
     def _send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # a dead worker is noticed when its answer is awaited
+        with contextlib.suppress(OSError):  # `receive` detects and reports a dead worker
             self.connection.send_bytes(message)
 
-    def built(self, timeout: float | None = None) -> None:
-        """Wait until the environments are made."""
-        self._built = True
-        self._take(timeout)
+    def wait_built(self, timeout: float | None = None) -> None:
+        """Wait until the environments are created."""
+        self._is_built = True
+        self._receive_message(timeout)
 
     def receive(self, timeout: float | None = None) -> Reply:
-        """The answer to the last `send`.
+        """Return the reply to the last `send`.
 
-        WorkerLost when the process died, or when no call of an environment came back for `timeout` seconds (several
-        times as long for the first answer); LabError for what an environment raised and could not report as a fault.
+        Raises WorkerLost if the process died, or if no environment call returned for `timeout` seconds
+        (`FIRST_REPLY_FACTOR` times as long for the first reply), and LabError if an environment raised an
+        exception that is not reported as a fault.
         """
-        if not self._built:
-            self.built(timeout)
-        reply = self._take(timeout)
-        self._young = False
+        if not self._is_built:
+            self.wait_built(timeout)
+        reply = self._receive_message(timeout)
+        self._before_first_reply = False
         return reply
 
-    def _take(self, timeout: float | None) -> Reply:
+    def _receive_message(self, timeout: float | None) -> Reply:
         if timeout is not None:
-            self._await(timeout * FIRST_PATIENCE if self._young else timeout)
+            self._wait_for_message(timeout * FIRST_REPLY_FACTOR if self._before_first_reply else timeout)
         try:
             message = self.connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise self._death() from error
+            raise self._lost() from error
         if message == DONE:
             return {}
         reply: Reply = pickle.loads(message)
@@ -187,38 +444,38 @@ class ProcessWorker:
             raise failure_message(*reply["error"])
         return reply
 
-    def _await(self, timeout: float) -> None:
-        """Return when there is something to read; WorkerLost when nothing moves for that long."""
-        glance = min(GLANCE_S, timeout)
-        if self._wait(glance):
+    def _wait_for_message(self, timeout: float) -> None:
+        """Wait until a message can be read; raise WorkerLost if no call returns within `timeout`."""
+        waited = min(FIRST_POLL_S, timeout)
+        if self._poll(waited):
             return
-        ticks = self._ticks.tolist()
-        while not self._wait(timeout - glance):
-            glance, before, ticks = 0.0, ticks, self._ticks.tolist()
-            if ticks == before:
-                raise WorkerLost("hung", self._names(), f"gave no answer for {timeout:g} s")
+        counts = self._call_counts.tolist()
+        while not self._poll(timeout - waited):
+            waited, before, counts = 0.0, counts, self._call_counts.tolist()
+            if counts == before:
+                raise WorkerLost("hung", self._name(), f"did not answer for {timeout:g} s")
 
     def close(self) -> None:
-        """Close the pipe: the worker closes its environments and leaves, after the step it may be in."""
+        """Close the pipe; the worker finishes its current step, closes its environments and exits."""
         self.connection.close()
 
     def join(self) -> None:
-        """Wait until the process is gone; kill it when it does not go."""
-        self.process.join(GRACE_S)
+        """Wait for the process to exit; kill it after `CLOSE_TIMEOUT_S`."""
+        self.process.join(CLOSE_TIMEOUT_S)
         if self.process.is_alive():
             self.kill()
 
     def kill(self) -> None:
-        """End it at once: nothing is written to the shared memory after this."""
+        """Kill the process; it does not write to the shared memory after this returns."""
         self.process.kill()
         self.process.join()
         self.connection.close()
 
-    def _names(self) -> str:
+    def _name(self) -> str:
         first, last = self.indices[0], self.indices[-1]
         return f"environment {first}" if first == last else f"the worker of environments {first} to {last}"
 
-    def _death(self) -> WorkerLost:
+    def _lost(self) -> WorkerLost:
         self.process.join(1.0)
         code = self.process.exitcode
         if code is not None and code < 0:
@@ -226,11 +483,11 @@ class ProcessWorker:
         else:
             what = "closed its pipe" if code is None else f"ended with exit code {code}"
         advice = (
-            "If nobody sent that signal, memory may have run out: lower environment.num_envs."
+            "If nobody sent that signal, the machine may be out of memory: lower environment.num_envs."
             if code == -signal.SIGKILL
-            else "environment.workers=0 runs it in the trainer's process, to see more."
+            else "Set environment.workers=0 to debug it in the trainer's process."
         )
-        return WorkerLost("died", self._names(), what, advice)
+        return WorkerLost("died", self._name(), what, advice)
 
 
 def _signal_name(number: int) -> str:
@@ -240,8 +497,11 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _waiter(connection: Any) -> Callable[[float], bool]:
-    """Seconds -> whether something can be read. `Connection.poll` builds a selector for every call."""
+def _poll_function(connection: Any) -> Callable[[float], bool]:
+    """Return a function: timeout in seconds -> whether a message can be read.
+
+    It is faster than `Connection.poll`, which creates a selector in every call.
+    """
     if not hasattr(select, "poll"):
         return lambda seconds: bool(connection.poll(seconds))
     poll = select.poll()
@@ -250,15 +510,15 @@ def _waiter(connection: Any) -> Callable[[float], bool]:
 
 
 def failure_message(index: int, text: str) -> LabError:
-    """The error of an environment as one that names it."""
+    """Return the error of an environment, with its index and its traceback."""
     where = f"environment {index}" if index >= 0 else "an environment worker"
     return LabError(f"{where} raised: {text.strip().splitlines()[-1]}\n\n{text.strip()}")
 
 
 def start_context() -> Any:
-    """How worker processes start: never by forking this one, which may hold CUDA and threads.
+    """Return the multiprocessing context for workers: "forkserver", or "spawn" where it is not available.
 
-    The fork server imports Gymnasium once and then forks; where there is none, each worker starts afresh.
+    Not "fork": this process may hold a CUDA context and threads. The fork server imports Gymnasium only once.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -274,18 +534,19 @@ def _pickled(value: Any) -> bytes:
         return cloudpickle.dumps(value)
     except Exception as error:
         raise LabError(
-            f"this environment factory cannot be sent to worker processes ({error}): give an import path such as "
-            "'my_module:make_env', or set workers=0"
+            f"the environment factory cannot be sent to worker processes ({error}): use an import path such as "
+            "'my_module:make_env', or set environment.workers=0"
         ) from error
 
 
 @contextlib.contextmanager
-def _apart_from_main() -> Iterator[None]:
-    """Start workers with this package but without the user's script.
+def _without_main_script() -> Iterator[None]:
+    """Start workers that can import this package and do not run the user's script.
 
-    multiprocessing would run the script again in each worker: with it torch, and everything that no
-    `if __name__ == "__main__"` guards. What the environments need of it travels by value. The fork server of
-    older Pythons looks for modules in its own search path only, which may lack ours.
+    multiprocessing would execute the script again in each worker, with its torch import and all code that no
+    `if __name__ == "__main__"` guards. Objects of the script that the environments need are pickled by value.
+    The fork server of older Python versions only uses its own search path, which may not contain this
+    package.
     """
     main, search_path = sys.modules["__main__"], os.environ.get("PYTHONPATH")
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -298,246 +559,3 @@ def _apart_from_main() -> Iterator[None]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = search_path
-
-
-Infos = dict[str, Any]
-
-
-class Crew:
-    """N environments over `num_workers` processes (0: in this one), their shared arrays and their failures.
-
-    options: `all_infos` and `render`, for `EnvRunner`
-    timeout: seconds that one call of an environment in a worker process may take; None: any time
-    """
-
-    def __init__(
-        self,
-        factory: Callable[[bool], gymnasium.Env],
-        num_envs: int,
-        *,
-        spec: Spec,
-        num_workers: int,
-        seed: int,
-        options: dict[str, Any],
-        timeout: float | None,
-        restarts: RestartLimit,
-    ) -> None:
-        self.num_envs = num_envs
-        self.timeout = timeout
-        self.faults = FaultLog(restarts)
-        self.trusted = (
-            False  # it has worked before: a failure at the very first reset is borne like any other
-        )
-        self.unbegun: set[int] = set()  # whose reset was due when too much had failed
-        self.seed = seed
-        self.episodes = np.zeros(num_envs, np.int64)  # number of the episode that each environment is in
-        self.chosen: dict[int, int] = {}  # seeds asked for, of the next episodes; REST: none begins
-        self._factory = factory
-        self._spec = spec
-        self._options = options
-        self._memory = shared_memory(start_context(), spec, num_envs) if num_workers else None
-        self.arrays = StepArrays(spec, num_envs, self._memory)
-        self.workers: list[Worker] = []
-        self.close = weakref.finalize(self, _close_workers, self.workers, os.getpid())  # at exit too
-        for share in np.array_split(np.arange(num_envs), num_workers or 1):
-            self.workers.append(self._make_worker(share.tolist()))
-        for worker in self.workers:
-            if isinstance(worker, ProcessWorker):
-                self._wait_until_built(worker)
-
-    def _make_worker(self, share: Sequence[int], *, lazy: bool = False) -> Worker:
-        options = {**self._options, "lazy": lazy}
-        if self._memory is None:
-            return LocalWorker(self._factory, share, self.arrays, options)
-        return ProcessWorker(
-            self._factory,
-            share,
-            self.arrays,
-            options,
-            spec=self._spec,
-            num_envs=self.num_envs,
-            memory=self._memory,
-        )
-
-    def _wait_until_built(self, worker: ProcessWorker) -> None:
-        try:
-            worker.built(self.timeout)
-        except WorkerLost as lost:
-            self.close()
-            raise LabError(f"{lost.who} {lost.what} while it was made. {lost.advice}") from None
-        except LabError:
-            self.close()
-            raise
-
-    # ---------------------------------------------------------------- what they are asked to do
-
-    def send_step(self, ended: np.ndarray) -> None:
-        """Let every environment step; those of `ended` (N,) bool begin their next episode instead."""
-        following = np.flatnonzero(ended)
-        if following.size:
-            self.episodes[following] += 1
-            self._write_seeds(following)
-        self.arrays.turn()
-        for worker in self.workers:
-            worker.send_step()
-
-    def take_step(self, ended: np.ndarray) -> Infos:
-        """The answers to `send_step`. `closed` (index -> why) names the episodes that a failure ended."""
-        return self._gather(self.workers, ended)
-
-    def begin(self, envs: Sequence[int], options: dict[str, Any] | None = None) -> Infos:
-        """True beginnings of the episodes numbered in `episodes`."""
-        beginning = np.zeros(self.num_envs, bool)
-        beginning[envs] = True
-        for env in envs:
-            self.chosen.pop(env, None)
-        whole = set(range(self.num_envs)) - set(envs)
-        return self._gather(self._send_reset(envs, options), beginning, options, whole)
-
-    def replay(self, plans: Mapping[int, Sequence[Segment]]) -> set[int]:
-        """Go through open games again (see `EnvRunner.replay`); returns those that went another way."""
-        asked = self._those_of(plans)
-        for worker in asked:
-            worker.send("replay", {env: plans[env] for env in worker.indices if env in plans})
-        failed: set[int] = set()
-        for worker in asked:
-            reply, faults = self._receive(worker)
-            failed |= set(reply.get("failed", ())) | faults.keys()
-        if self.faults.failure:
-            raise self.faults.failure
-        return failed & plans.keys()
-
-    def render(self) -> Any:
-        """A frame of environment 0; None when it has no open episode."""
-        worker = self.workers[0]
-        worker.send("render")
-        try:
-            return worker.receive(self.timeout).get("frame")
-        except WorkerLost as lost:
-            self.close()
-            raise LabError(f"{lost.who} {lost.what} while it rendered. {lost.advice}") from None
-
-    def _write_seeds(self, envs: Any) -> None:
-        for env in envs:
-            seed = self.chosen.get(int(env))
-            if seed is None:
-                seed = episode_seed(self.seed, int(env), int(self.episodes[env]))
-            elif seed != REST:
-                del self.chosen[int(env)]
-            self.arrays.seed[env] = seed
-
-    def _send_reset(self, envs: Sequence[int], options: dict[str, Any] | None) -> list[Worker]:
-        self._write_seeds(envs)
-        self.arrays.goes_on[envs] = False
-        asked = self._those_of(envs)
-        for worker in asked:
-            worker.send("reset", [env for env in worker.indices if env in envs], options)
-        return asked
-
-    def _those_of(self, envs: Any) -> list[Worker]:
-        return [worker for worker in self.workers if any(env in envs for env in worker.indices)]
-
-    # ---------------------------------------------------------------- what they answer
-
-    def _gather(
-        self,
-        asked: Sequence[Worker],
-        beginning: np.ndarray,
-        options: dict[str, Any] | None = None,
-        whole: Collection[int] = (),
-    ) -> Infos:
-        """One answer of each worker asked, merged by environment.
-
-        beginning: (N,) bool, environments whose answer is the first row of an episode
-        whole:     those whose row is there already: if they fail, it becomes the end of their episode
-        """
-        infos: Infos = {}
-        arrays = self.arrays
-        for attempt in itertools.count(1):
-            again: list[int] = []
-            for worker in tuple(asked):
-                reply, faults = self._receive(worker, beginning, attempt)
-                for key, value in reply.items():
-                    infos.setdefault(key, {}).update(value)
-                for env, why in faults.items():
-                    if beginning[env]:
-                        again += [] if arrays.seed[env] == REST else [env]
-                        continue
-                    if env not in whole:
-                        self._write_lost_row(env, truncated=True)
-                    elif arrays.terminated[env] or arrays.truncated[env]:
-                        continue
-                    else:  # its process went down with another's new attempt
-                        arrays.truncated[env] = True
-                    infos.setdefault("closed", {})[env] = why
-            if not again:
-                break
-            if self.faults.failure:
-                for env in again:
-                    self._write_lost_row(env, truncated=False)
-                self.unbegun |= set(again)
-                break
-            whole = set(range(self.num_envs))
-            self.episodes[again] += 1
-            asked = self._send_reset(again, options)
-        return infos
-
-    def _receive(
-        self, worker: Worker, beginning: np.ndarray | None = None, attempt: int = 1
-    ) -> tuple[Reply, dict[int, str]]:
-        """The one place that waits for a worker: its answer, and index -> why of environments that failed."""
-        try:
-            reply = worker.receive(self.timeout)
-        except WorkerLost as lost:
-            assert isinstance(worker, ProcessWorker)
-            worker.kill()
-            in_a_row = attempt if beginning is not None and beginning[list(worker.indices)].all() else 0
-            self._note(lost.kind, lost.who, lost.what, f". {lost.advice}" if lost.advice else "", in_a_row)
-            if not self.faults.failure:
-                self._replace(worker)
-            return {}, dict.fromkeys(worker.indices, lost.what)
-        except LabError:
-            self.close()
-            raise
-        raised: dict[int, str] = reply.pop("faults", {})
-        faults = {env: f"raised {last_line(text)}" for env, text in raised.items()}
-        for env, text in reply.pop("unusable", {}).items():
-            faults[env] = f"gave an unusable row: {text}"
-        for env, what in faults.items():
-            in_a_row = attempt if beginning is not None and beginning[env] else 0
-            detail = f"\n\n{raised[env].strip()}" if env in raised else ""
-            self._note("raised", f"environment {env}", what, detail, in_a_row)
-        return reply, faults
-
-    def _replace(self, worker: ProcessWorker) -> None:
-        try:
-            self.workers[self.workers.index(worker)] = self._make_worker(worker.indices, lazy=True)
-        except (OSError, EOFError) as error:  # no memory, or no process, to be had
-            self.faults.stop(
-                f"a new process for environments {list(worker.indices)} cannot be started: {error}"
-            )
-
-    def _note(self, kind: str, who: str, what: str, detail: str, in_a_row: int) -> None:
-        if in_a_row and not self.trusted:
-            self.close()  # nothing is lost yet, and most likely the environment itself is wrong
-            raise LabError(f"{who} {what}{detail}")
-        self.faults.note(kind, who, what, detail=detail, in_a_row=in_a_row)
-
-    def _write_lost_row(self, env: int, *, truncated: bool) -> None:
-        arrays = self.arrays
-        arrays.repeat(env)
-        arrays.reward[env] = 0.0
-        arrays.terminated[env] = False
-        arrays.truncated[env] = truncated
-        arrays.goes_on[env] = False
-
-
-def _close_workers(workers: list[Worker], owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the trainer must not end the trainer's workers
-        return
-    for worker in workers:
-        worker.close()
-    for worker in workers:
-        if isinstance(worker, ProcessWorker):
-            worker.join()
-    workers.clear()

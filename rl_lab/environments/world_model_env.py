@@ -1,4 +1,4 @@
-"""A learned model behind an environment's interface: whatever steps a real environment can step a dream.
+"""A learned world model with the interface of an environment, so that an agent can be stepped in imagination.
 
     agent = rl_lab.load_agent(run)
     real = rl_lab.make_env("minigrid/Empty-5x5", observe="rgb", size=64)
@@ -6,8 +6,9 @@
     obs, info = env.reset(seed=1)
     obs, reward, terminated, truncated, info = env.step(env.action_space.sample())
 
-`WorldModelVectorEnv` is the same for B dreams, with the interface of `VectorEnv`. What a model does
-not decode is missing from its observations; without a decoder they are an empty dict. Reward and ends are there.
+`WorldModelVectorEnv` has the interface of `VectorEnv` and steps B imagined episodes. Both contain
+`ImaginedEpisodes`, which works with tensors and which play uses directly. Observations only contain what the
+model decodes; without a decoder they are an empty dict.
 """
 
 from __future__ import annotations
@@ -26,39 +27,230 @@ from gymnasium.vector.utils import batch_space
 from rl_lab.environments.spec import action_space, observation_space
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import OBS_PREFIX, ActMode, Batch, BatchSpec, Spec
-from rl_lab.utils.media import picture
-
-# --------------------
-# B dreams of one learned model, stepped together: their ends, their horizon and the flush of their memory.
-#
-# The model is any workflow that can dream (`dream_start`, `dream_observation`, `dream_act`, `dream_step`; see
-# workflows/base.py). Actions and observations are tensors on its device; `world_model_env` puts Gymnasium's interface
-# around this, and play uses it as it is.
-
+from rl_lab.utils.media import to_image
 
 Tensors = dict[str, torch.Tensor]
+# (B, CPU generator) -> rows (B, T, …) whose last row is not the end of an episode
+Starts = Callable[[int, torch.Generator], Batch]
+# (observations (N, …) by name, is_first (N,)) -> actions (N, …)
+Choose = Callable[[dict[str, np.ndarray], np.ndarray], np.ndarray]
+
+MAX_ATTEMPTS = 20  # resets after which `EnvironmentStarts` accepts starts of a single row
+
+Observation = dict[str, np.ndarray]
+StepResult = tuple[Observation, Any, Any, Any, dict[str, Any]]
+
+
+class WorldModelEnv(gymnasium.Env):
+    """One imagined episode as a Gymnasium environment; `options` are passed to `ImaginedEpisodes`."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012 (as in Gymnasium)
+
+    def __init__(
+        self,
+        workflow: Any,
+        spec: Spec,
+        starts: Starts,
+        *,
+        device: torch.device | str = "cpu",
+        render_mode: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.lab_spec = spec
+        self.starts = starts
+        self.dreams = ImaginedEpisodes(workflow, spec, device=device, **options)
+        self.render_mode = render_mode
+        self.action_space = action_space(spec.action)
+        self.observation_space = _decoded_space(workflow, spec)
+        self._start_generator = torch.Generator().manual_seed(0)
+        self._obs: Observation = {}
+        self._needs_reset = True
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Start an imagined episode, from `options={"batch": rows (1, T, …)}` if given."""
+        super().reset(seed=seed)
+        if seed is not None:
+            self._start_generator.manual_seed(seed)
+            self.dreams.seed(seed)
+        batch = (options or {}).get("batch")
+        self._obs = _first_row(
+            self.dreams.start(self.starts(1, self._start_generator) if batch is None else batch)
+        )
+        self._needs_reset = False
+        return self._obs, {}
+
+    def step(self, action: Any) -> StepResult:
+        """Step the model; `info["end_chance"]` is the predicted probability that the episode ends here."""
+        if self._needs_reset:
+            raise LabError("the imagined episode has ended: call reset() first")
+        action_tensor = torch.as_tensor(np.asarray(action, dtype=self.lab_spec.action.dtype))[None]
+        step = self.dreams.step(action_tensor)
+        self._obs = _first_row(step.obs)
+        terminated, truncated = bool(step.terminated[0]), bool(step.truncated[0])
+        self._needs_reset = terminated or truncated
+        return (
+            self._obs,
+            float(step.reward[0]),
+            terminated,
+            truncated,
+            {"end_chance": float(step.end_chance[0])},
+        )
+
+    def agent_action(self, mode: ActMode | None = None) -> np.ndarray:
+        """Return the agent's action and update its memory of this episode."""
+        return self.dreams.act(mode or ActMode(sample=False))[0].cpu().numpy()
+
+    def render(self) -> np.ndarray | None:
+        """Return the decoded image, (H, W, 3) uint8, or None if there is no image."""
+        if self.render_mode is None:
+            return None
+        images = [value for value in self._obs.values() if value.dtype == np.uint8 and value.ndim == 3]
+        return to_image(images[0]) if images else None
+
+
+class WorldModelVectorEnv:
+    """B imagined episodes with the interface of `VectorEnv`, including NEXT_STEP autoreset.
+
+    A Collector or an Evaluator can step it. It has no exact resume.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 (as in Gymnasium)
+    render_mode = None
+
+    def __init__(
+        self,
+        workflow: Any,
+        spec: Spec,
+        starts: Starts,
+        num_envs: int,
+        *,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self.num_envs = num_envs
+        self.spec = spec
+        self.starts = starts
+        self.dreams = ImaginedEpisodes(workflow, spec, device=device, seed=seed, **options)
+        self.single_observation_space = _decoded_space(workflow, spec)
+        self.single_action_space = action_space(spec.action)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.is_first = np.ones(num_envs, bool)
+        self.last_dones = np.zeros(num_envs, bool)
+        self.last_obs: Observation = {}
+        self._start_generator = torch.Generator().manual_seed(seed)
+        self._sent: torch.Tensor | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Start B imagined episodes."""
+        if seed is not None:
+            self._start_generator.manual_seed(seed)
+            self.dreams.seed(seed)
+        self.last_obs = _arrays(self.dreams.start(self.starts(self.num_envs, self._start_generator)))
+        self.is_first = np.ones(self.num_envs, bool)
+        self.last_dones = np.zeros(self.num_envs, bool)
+        return self.last_obs, {}
+
+    def step_async(self, actions: Any) -> None:
+        """Store the actions (N, …) for `step_wait`, which steps the model."""
+        shape = (self.num_envs, *self.spec.action.shape)
+        array = np.asarray(actions, dtype=self.spec.action.dtype)
+        if array.shape != shape:
+            raise ConfigError(
+                f"actions have shape {array.shape}: {self.num_envs} imagined episodes need shape {shape}"
+            )
+        if not self.dreams.count:
+            raise LabError("step_async(): call reset() before the first step")
+        self._sent = torch.as_tensor(array)
+
+    def step_wait(self) -> StepResult:
+        """Step the model, or restart episodes that have ended; return what `VectorEnv.step_wait` returns."""
+        if self._sent is None:
+            raise LabError("step_wait(): no action is in flight, call step_async() first")
+        ended = self.last_dones
+        step = self.dreams.step(self._sent)
+        self._sent = None
+        obs = step.obs
+        if ended.any():
+            obs = self.dreams.restart(
+                torch.from_numpy(ended), self.starts(self.num_envs, self._start_generator)
+            )
+            if not ended.all():  # the others return the observation of their step
+                obs = {n: _choose(ended, value, step.obs[n]) for n, value in obs.items()}
+        self.last_obs = _arrays(obs)
+        reward, chance = step.reward.cpu().numpy(), step.end_chance.cpu().numpy()
+        terminated, truncated = step.terminated.cpu().numpy() & ~ended, step.truncated.cpu().numpy() & ~ended
+        self.is_first = ended.copy()
+        self.last_dones = terminated | truncated
+        return (
+            self.last_obs,
+            np.where(ended, 0.0, reward).astype(np.float32),
+            terminated,
+            truncated,
+            {"end_chance": chance},
+        )
+
+    def step(self, actions: Any) -> StepResult:
+        self.step_async(actions)
+        return self.step_wait()
+
+    def close(self) -> None:
+        """Do nothing: the caller owns the model."""
+
+
+def _choose(which: np.ndarray, yes: torch.Tensor, no: torch.Tensor) -> torch.Tensor:
+    mask = torch.from_numpy(which).to(yes.device).view(-1, *[1] * (yes.ndim - 1))
+    return torch.where(mask, yes, no)
+
+
+def _arrays(obs: dict[str, torch.Tensor]) -> Observation:
+    return {name: value.cpu().numpy() for name, value in obs.items()}
+
+
+def _decoded_space(workflow: Any, spec: Spec) -> gymnasium.spaces.Dict:
+    """Return the space of the observations that the model decodes."""
+    names = workflow.dreamed_observations(spec)
+    return observation_space({name: spec.observations[name] for name in names})
+
+
+def _first_row(obs: dict[str, torch.Tensor]) -> Observation:
+    return {name: value[0] for name, value in _arrays(obs).items()}
+
+
+# --- Imagined episodes -----------------------------------------------------------------------------------
 
 
 @dataclass
 class DreamStep:
-    """What arrived in each of B dreams."""
+    """Result of one step of B imagined episodes."""
 
-    obs: Tensors  # name -> (B, …) as stored; empty for a model without a decoder
+    obs: Tensors  # name -> (B, …), in the stored format; empty for a model without a decoder
     reward: torch.Tensor  # (B,) float32
-    terminated: torch.Tensor  # (B,) bool: the model says that the episode ends here
-    truncated: torch.Tensor  # (B,) bool: the horizon is reached
-    end_chance: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # (B,) in [0, 1]
+    terminated: torch.Tensor  # (B,) bool: the model predicts the end of the episode
+    truncated: torch.Tensor  # (B,) bool: the horizon was reached
+    end_chance: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(0)
+    )  # (B,) predicted probability of the end
 
 
-class Dreams:
-    """Steps B dreams.
+class ImaginedEpisodes:
+    """Steps B imagined episodes of one world model together.
 
-    ends:        "sample" draws an end with the model's own probability; a number in [0, 1] ends where the probability
-                 reaches it; None never ends
-    horizon:     steps after which a dream is truncated; None: never
-    flush_every: steps after which the model's memory is begun anew from its own last frames; None: never. It bounds
-                 what a model with a growing memory costs. (IRIS' play flushes after 20 frames, from one.)
-    flush_rows:  how many frames it begins anew from
+    The model is any workflow with `dream_start`, `dream_observation`, `dream_act` and `dream_step` (see
+    workflows/base.py). Actions and observations are tensors on its device.
+
+    ends:        "sample": sample the end with the model's probability; a threshold in [0, 1]: end when the
+                 probability reaches it; None: never end
+    horizon:     steps after which an episode is truncated; None: never
+    flush_every: steps after which the model's memory is rebuilt from its last predicted frames; None: never.
+                 It limits the cost of a model whose memory grows. (IRIS' play flushes after 20 frames and
+                 keeps one.)
+    flush_rows:  number of frames that the memory is rebuilt from
     """
 
     def __init__(
@@ -75,11 +267,11 @@ class Dreams:
     ) -> None:
         if not getattr(workflow, "can_dream", False):
             raise ConfigError(
-                f"{type(workflow).__name__} has no world model that can be stepped: its dream_step is not written"
+                f"{type(workflow).__name__} has no world model that can be stepped: implement its dream_step"
             )
         if isinstance(ends, str) and ends != "sample":
             raise ConfigError(
-                f"ends={ends!r}: use 'sample', a probability between 0 and 1, or null for never"
+                f"ends={ends!r}: use 'sample', a probability between 0 and 1, or null to never end"
             )
         if isinstance(ends, float | int) and not 0.0 <= ends <= 1.0:
             raise ConfigError(f"ends={ends!r} must be a probability between 0 and 1")
@@ -93,14 +285,14 @@ class Dreams:
         self.horizon = horizon
         self.flush_every = flush_every
         self.state: Tensors = {}
-        self.steps = torch.zeros(0, dtype=torch.int64)  # (B,) on the host
-        self._rows: deque[Tensors] = deque(maxlen=flush_rows)  # the newest, to begin the memory anew from
+        self.steps = torch.zeros(0, dtype=torch.int64)  # (B,) on the CPU
+        self._rows: deque[Tensors] = deque(maxlen=flush_rows)  # the last rows, to rebuild the memory from
         self._since_flush = 0
         self._generator = torch.Generator(self.device)
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Begin the model's and the ends' randomness anew."""
+        """Seed the generator of the model and of sampled ends."""
         self._generator.manual_seed(seed)
 
     @property
@@ -108,21 +300,21 @@ class Dreams:
         return len(self.steps)
 
     def start(self, batch: Batch) -> Tensors:
-        """Dream on from the last of the rows (B, T, …); returns the model's picture of it, name -> (B, …)."""
+        """Start after the last of the rows (B, T, …); return its reconstruction, name -> (B, …)."""
         batch = self._on_device(batch)
         self.state = self.workflow.dream_start(batch, generator=self._generator)
         self.steps = torch.zeros(len(batch.reward), dtype=torch.int64)
         self._since_flush = 0
         self._rows.clear()
         for t in range(max(0, batch.reward.shape[1] - (self._rows.maxlen or 0)), batch.reward.shape[1]):
-            self._rows.append({name: value[:, t] for name, value in self._kept(batch).items()})
+            self._rows.append({name: value[:, t] for name, value in self._row_columns(batch).items()})
         return self.observe()
 
     def restart(self, which: torch.Tensor, batch: Batch) -> Tensors:
-        """Begin some dreams anew, (B,) bool, from rows for all B; returns what all of them look like now."""
+        """Restart the episodes in `which` (B,) bool, from rows for all B; return all observations."""
         batch = self._on_device(batch)
         fresh = self.workflow.dream_start(batch, generator=self._generator)
-        columns, length, chosen = self._kept(batch), batch.reward.shape[1], which.to(self.device)
+        columns, length, chosen = self._row_columns(batch), batch.reward.shape[1], which.to(self.device)
         for age, row in enumerate(reversed(self._rows), start=1):
             _replace(row, {name: value[:, -min(age, length)] for name, value in columns.items()}, chosen)
         fits = self.state.keys() == fresh.keys() and all(
@@ -132,44 +324,44 @@ class Dreams:
             state = {name: value.clone() for name, value in self.state.items()}
             _replace(state, fresh, chosen)
             self.state = state
-        else:  # a memory that grows with its age: what goes on begins anew from its own frames, beside the fresh ones
+        else:  # the memory grows with its age: rebuild it for all episodes, so that the lengths are equal
             self.flush()
         self.steps[which.cpu()] = 0
         return self.observe()
 
     def observe(self) -> Tensors:
-        """The current states decoded: name -> (B, …)."""
+        """Decode the current states: name -> (B, …)."""
         return dict(self.workflow.dream_observation(self.state))
 
     def act(self, mode: ActMode) -> torch.Tensor:
-        """What the agent does in each dream, (B, …); its memory moves on."""
+        """Return the agent's actions (B, …) and update its memory."""
         action, self.state = self.workflow.dream_act(self.state, mode)
         return action
 
     @torch.no_grad()
     def step(self, action: torch.Tensor) -> DreamStep:
-        """Take (B, …) actions, as stored."""
+        """Step with actions (B, …), in the stored format."""
         action = action.to(self.device)
-        self.state, dreamed = self.workflow.dream_step(self.state, action, generator=self._generator)
-        chance = dreamed.terminated.float()
+        self.state, predicted = self.workflow.dream_step(self.state, action, generator=self._generator)
+        chance = predicted.terminated.float()
         self.steps += 1
-        late = (
+        at_horizon = (
             self.steps >= self.horizon
             if self.horizon is not None
             else torch.zeros(self.count, dtype=torch.bool)
         )
         terminated = self._end(chance)
-        truncated = late.to(self.device) & ~terminated
-        self._remember(action, dreamed.reward.float(), dreamed.obs)
+        truncated = at_horizon.to(self.device) & ~terminated
+        self._append_row(action, predicted.reward.float(), predicted.obs)
         self._since_flush += 1
         if self.flush_every is not None and self._since_flush >= self.flush_every:
             self.flush()
-        return DreamStep(dict(dreamed.obs), dreamed.reward.float(), terminated, truncated, chance)
+        return DreamStep(dict(predicted.obs), predicted.reward.float(), terminated, truncated, chance)
 
     def flush(self) -> None:
-        """Begin the model's memory anew from the newest frames: its own, where it has dreamt that many."""
+        """Rebuild the model's memory from the last rows, predictions if there are enough of them."""
         predicted = [name for name in self.spec.observations if OBS_PREFIX + name in self._rows[-1]]
-        message = "a memory that begins anew (flush_every) needs a model with a decoder for all that it sees"
+        message = "flush_every needs a model with a decoder for all of its observations"
         if not predicted:
             raise ConfigError(message)
         columns = {name: torch.stack([row[name] for row in self._rows], 1) for name in self._rows[-1]}
@@ -178,10 +370,8 @@ class Dreams:
         except KeyError as error:
             if len(predicted) == len(self.spec.observations):
                 raise
-            raise ConfigError(f"{message}: this one predicts only {', '.join(predicted)}") from error
+            raise ConfigError(f"{message}, and this one only predicts {', '.join(predicted)}") from error
         self._since_flush = 0
-
-    # ---------------------------------------------------------------- inside
 
     def _end(self, chance: torch.Tensor) -> torch.Tensor:
         if self.ends is None:
@@ -190,16 +380,16 @@ class Dreams:
             return torch.rand(chance.shape, generator=self._generator, device=self.device) < chance
         return chance >= float(self.ends)
 
-    def _remember(self, action: torch.Tensor, reward: torch.Tensor, obs: Tensors) -> None:
-        """The action belongs to the row before; what it led to is a new row whose action is still open."""
+    def _append_row(self, action: torch.Tensor, reward: torch.Tensor, obs: Tensors) -> None:
+        """Store the action in the last row, and append its result as a new row without an action."""
         self._rows[-1]["action"] = action
         no = torch.zeros(self.count, dtype=torch.bool, device=self.device)
         row = {OBS_PREFIX + name: value for name, value in obs.items()}
         row |= {"action": torch.zeros_like(action), "reward": reward}
         self._rows.append(row | {"terminated": no, "truncated": no.clone(), "is_first": no.clone()})
 
-    def _kept(self, batch: Batch) -> Tensors:
-        """Columns of a stored row, without what a policy stores beside them."""
+    def _row_columns(self, batch: Batch) -> Tensors:
+        """Return the columns of a row, without the additional columns of a policy."""
         return {name: batch[name] for name in self.spec.row_columns()}
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -212,43 +402,33 @@ def _replace(target: Tensors, source: Tensors, which: torch.Tensor) -> None:
             target[name] = torch.where(which.view(-1, *[1] * (value.ndim - 1)), value, target[name])
 
 
-# --------------------
-# Where dreams begin: rows of replay, of recorded episodes, or of a fresh episode in the real environment.
-#
-# Each is called with the number of dreams and a CPU generator, and gives rows (B, T, …) whose last one is not an end.
-
-
-Starts = Callable[[int, torch.Generator], Batch]
-# (observations (N, …) by name, is_first (N,)) -> actions (N, …)
-Choose = Callable[[dict[str, np.ndarray], np.ndarray], np.ndarray]
-
-TRIES = 20  # episodes that ended too early before a start of a single row is given instead
+# --- Start sequences -------------------------------------------------------------------------------------
 
 
 class BufferStarts:
-    """Sequences of `length` rows from a buffer (see buffers/replay.py)."""
+    """Start sequences of `length` rows from a buffer (see buffers/replay.py)."""
 
     def __init__(self, buffer: Any, length: int) -> None:
         self.buffer = buffer
         self.length = length
 
     def __call__(self, count: int, generator: torch.Generator) -> Batch:
-        # One row more than is used, so that the last one used is never an episode's last.
+        # One additional row, so that the last row of the result is never the end of an episode.
         spec = BatchSpec(count, self.length + 1, boundary="within")
         batch = self.buffer.sample(spec, generator=generator)
         return Batch({name: value[:, : self.length].clone() for name, value in batch.columns.items()})
 
 
 class EpisodeStarts:
-    """Sequences of `length` rows from whole episodes: columns (K+1, …) each, as a buffer stores them."""
+    """Start sequences of `length` rows from complete episodes, columns (K+1, …) as in a buffer."""
 
     def __init__(self, episodes: Sequence[Mapping[str, np.ndarray]], length: int) -> None:
         self.episodes = [episode for episode in episodes if len(episode["reward"]) > length]
         self.length = length
         if not self.episodes:
             raise ConfigError(
-                f"no episode has the {length} steps that a dream starts from: {len(episodes)} episodes, the longest has "
-                f"{max([len(episode['reward']) - 1 for episode in episodes], default=0)}"
+                f"no episode has the {length} steps that an imagined episode starts from: there are {len(episodes)} "
+                f"episodes, and the longest has {max([len(episode['reward']) - 1 for episode in episodes], default=0)}"
             )
 
     def __call__(self, count: int, generator: torch.Generator) -> Batch:
@@ -261,33 +441,36 @@ class EpisodeStarts:
 
 
 class EnvironmentStarts:
-    """The first `length` rows of fresh episodes in a real environment (a VectorEnv, reset anew for every call).
+    """Start sequences from the first `length` rows of new episodes in a real environment (a `VectorEnv`).
 
-    choose: the actions; None takes random ones
+    choose: returns the actions; None: random actions
     """
 
     def __init__(self, environment: Any, length: int, choose: Choose | None = None) -> None:
         self.environment = environment
         self.length = length
         self.choose = choose or self._random
-        self._numbers = np.random.default_rng(0)
+        self._rng = np.random.default_rng(0)
 
     def __call__(self, count: int, generator: torch.Generator) -> Batch:
-        self._numbers = np.random.default_rng(_draw(2**31 - 1, generator))
-        taken: list[dict[str, np.ndarray]] = []
-        for attempt in range(TRIES + count):
-            length = self.length if attempt < TRIES else 1
-            taken += self._play(_draw(2**31 - 1, generator), length)
-            if len(taken) >= count:
+        self._rng = np.random.default_rng(_draw(2**31 - 1, generator))
+        collected: list[dict[str, np.ndarray]] = []
+        for attempt in range(MAX_ATTEMPTS + count):
+            length = self.length if attempt < MAX_ATTEMPTS else 1
+            collected += self._play(_draw(2**31 - 1, generator), length)
+            if len(collected) >= count:
                 break
-        shortest = min(len(rows["reward"]) for rows in taken[:count])
-        names = taken[0].keys()
+        shortest = min(len(rows["reward"]) for rows in collected[:count])
+        names = collected[0].keys()
         return Batch(
-            {n: torch.from_numpy(np.stack([rows[n][-shortest:] for rows in taken[:count]])) for n in names}
+            {
+                n: torch.from_numpy(np.stack([rows[n][-shortest:] for rows in collected[:count]]))
+                for n in names
+            }
         )
 
     def _play(self, seed: int, length: int) -> list[dict[str, np.ndarray]]:
-        """One start of each environment, those left out whose episode ended on the way."""
+        """Return one sequence of each environment whose episode did not end before `length` rows."""
         environment = self.environment
         spec: Spec = environment.spec
         obs, _ = environment.reset(seed=seed)
@@ -314,188 +497,9 @@ class EnvironmentStarts:
         action = self.environment.spec.action
         shape = (self.environment.num_envs, *action.shape)
         if action.kind == "continuous":
-            return self._numbers.uniform(-1.0, 1.0, shape).astype(np.float32)
-        return self._numbers.integers(0, np.asarray(action.choices).reshape(action.shape), shape)
+            return self._rng.uniform(-1.0, 1.0, shape).astype(np.float32)
+        return self._rng.integers(0, np.asarray(action.choices).reshape(action.shape), shape)
 
 
 def _draw(below: int, generator: torch.Generator) -> int:
     return int(torch.randint(below, (), generator=generator))
-
-
-Observation = dict[str, np.ndarray]
-StepResult = tuple[Observation, Any, Any, Any, dict[str, Any]]
-
-
-class WorldModelEnv(gymnasium.Env):
-    """One dream as a Gymnasium environment; `options` are those of `Dreams` (ends, horizon, flush_every, …)."""
-
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012 (Gymnasium's form)
-
-    def __init__(
-        self,
-        workflow: Any,
-        spec: Spec,
-        starts: Starts,
-        *,
-        device: torch.device | str = "cpu",
-        render_mode: str | None = None,
-        **options: Any,
-    ) -> None:
-        self.lab_spec = spec
-        self.starts = starts
-        self.dreams = Dreams(workflow, spec, device=device, **options)
-        self.render_mode = render_mode
-        self.action_space = action_space(spec.action)
-        self.observation_space = _dreamed_space(workflow, spec)
-        self._choices = torch.Generator().manual_seed(0)
-        self._seen: Observation = {}
-        self._over = True
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
-        """A new dream. `options={"batch": rows (1, T, …)}` gives its start, in place of the usual ones."""
-        super().reset(seed=seed)
-        if seed is not None:
-            self._choices.manual_seed(seed)
-            self.dreams.seed(seed)
-        batch = (options or {}).get("batch")
-        self._seen = _first(self.dreams.start(self.starts(1, self._choices) if batch is None else batch))
-        self._over = False
-        return self._seen, {}
-
-    def step(self, action: Any) -> StepResult:
-        """`info["end_chance"]` is the model's probability that the episode ends here."""
-        if self._over:
-            raise LabError("this dream is over: call reset() first")
-        taken = torch.as_tensor(np.asarray(action, dtype=self.lab_spec.action.dtype))[None]
-        step = self.dreams.step(taken)
-        self._seen = _first(step.obs)
-        terminated, truncated = bool(step.terminated[0]), bool(step.truncated[0])
-        self._over = terminated or truncated
-        return (
-            self._seen,
-            float(step.reward[0]),
-            terminated,
-            truncated,
-            {"end_chance": float(step.end_chance[0])},
-        )
-
-    def agent_action(self, mode: ActMode | None = None) -> np.ndarray:
-        """What the agent would do here, by its memory of this dream."""
-        return self.dreams.act(mode or ActMode(sample=False))[0].cpu().numpy()
-
-    def render(self) -> np.ndarray | None:
-        """(H, W, 3) uint8: the decoded image; None where there is none."""
-        if self.render_mode is None:
-            return None
-        images = [value for value in self._seen.values() if value.dtype == np.uint8 and value.ndim == 3]
-        return picture(images[0]) if images else None
-
-
-class WorldModelVectorEnv:
-    """B dreams with `VectorEnv`'s interface: NextStep autoreset, dict observations, `is_first`.
-
-    A Collector or an Evaluator steps it like a real one. It has no exact resume: dreams are begun anew.
-    """
-
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 (Gymnasium's form)
-    render_mode = None
-
-    def __init__(
-        self,
-        workflow: Any,
-        spec: Spec,
-        starts: Starts,
-        num_envs: int,
-        *,
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        **options: Any,
-    ) -> None:
-        self.num_envs = num_envs
-        self.spec = spec
-        self.starts = starts
-        self.dreams = Dreams(workflow, spec, device=device, seed=seed, **options)
-        self.single_observation_space = _dreamed_space(workflow, spec)
-        self.single_action_space = action_space(spec.action)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.is_first = np.ones(num_envs, bool)
-        self.last_dones = np.zeros(num_envs, bool)
-        self.last_obs: Observation = {}
-        self._choices = torch.Generator().manual_seed(seed)
-        self._sent: torch.Tensor | None = None
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
-        """A new dream in every place."""
-        if seed is not None:
-            self._choices.manual_seed(seed)
-            self.dreams.seed(seed)
-        self.last_obs = _arrays(self.dreams.start(self.starts(self.num_envs, self._choices)))
-        self.is_first = np.ones(self.num_envs, bool)
-        self.last_dones = np.zeros(self.num_envs, bool)
-        return self.last_obs, {}
-
-    def step_async(self, actions: Any) -> None:
-        """Keep the actions (N, …) for `step_wait`: a model has nobody else to step it."""
-        shape = (self.num_envs, *self.spec.action.shape)
-        taken = np.asarray(actions, dtype=self.spec.action.dtype)
-        if taken.shape != shape:
-            raise ConfigError(f"{self.num_envs} dreams take actions of shape {shape}, not {taken.shape}")
-        if not self.dreams.count:
-            raise LabError("call reset() before the first step")
-        self._sent = torch.as_tensor(taken)
-
-    def step_wait(self) -> StepResult:
-        """Observations, reward (N,), terminated (N,), truncated (N,), infos. A dream that was over begins anew."""
-        if self._sent is None:
-            raise LabError("step_wait() without step_async(): no action is in flight")
-        over = self.last_dones
-        step = self.dreams.step(self._sent)
-        self._sent = None
-        obs = step.obs
-        if over.any():
-            obs = self.dreams.restart(torch.from_numpy(over), self.starts(self.num_envs, self._choices))
-            if not over.all():  # those that go on show what their step led to
-                obs = {n: _choose(over, value, step.obs[n]) for n, value in obs.items()}
-        self.last_obs = _arrays(obs)
-        reward, chance = step.reward.cpu().numpy(), step.end_chance.cpu().numpy()
-        terminated, truncated = step.terminated.cpu().numpy() & ~over, step.truncated.cpu().numpy() & ~over
-        self.is_first = over.copy()
-        self.last_dones = terminated | truncated
-        return (
-            self.last_obs,
-            np.where(over, 0.0, reward).astype(np.float32),
-            terminated,
-            truncated,
-            {"end_chance": chance},
-        )
-
-    def step(self, actions: Any) -> StepResult:
-        self.step_async(actions)
-        return self.step_wait()
-
-    def close(self) -> None:
-        """Nothing to end; the model belongs to whoever made it."""
-
-
-def _choose(which: np.ndarray, yes: torch.Tensor, no: torch.Tensor) -> torch.Tensor:
-    mask = torch.from_numpy(which).to(yes.device).view(-1, *[1] * (yes.ndim - 1))
-    return torch.where(mask, yes, no)
-
-
-def _arrays(obs: dict[str, torch.Tensor]) -> Observation:
-    return {name: value.cpu().numpy() for name, value in obs.items()}
-
-
-def _dreamed_space(workflow: Any, spec: Spec) -> gymnasium.spaces.Dict:
-    """Observations that the model decodes."""
-    names = workflow.dreamed_observations(spec)
-    return observation_space({name: spec.observations[name] for name in names})
-
-
-def _first(obs: dict[str, torch.Tensor]) -> Observation:
-    return {name: value[0] for name, value in _arrays(obs).items()}

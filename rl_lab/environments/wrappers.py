@@ -1,4 +1,20 @@
-"""Small wrappers that every environment passes through on its way to the lab (see `make.EnvFactory`)."""
+"""Wrappers around a single environment: those that `make.EnvFactory` always adds, and those of `WRAPPERS`.
+
+A config (`environment.wrappers`) or `make_env(wrappers={name: value, …})` adds the latter, in the given
+order:
+
+    crop: [10, 74, 0, 64]     rows 10 to 73 and columns 0 to 63 of images
+    grayscale: true           images with one channel (ITU-R BT.601 weights)
+    frame_stack: 4            stack the last 4 images as channels, oldest first; vectors without images
+    observation_noise: 0.1    Gaussian noise with this standard deviation on vectors, 255 times it on images
+    reward_scale: 0.1         multiply the reward
+    reward_clip: 1.0          clip the reward to ± this value
+    reward_sign: true         sign of the reward
+    reward_tanh: true         tanh of the reward
+
+They are applied after resizing, so images are (C, H, W) uint8. The reward wrappers log the original return of
+an episode as `log/raw_return`. Integer observations need no wrapper: they are already one-hot (see `spec`).
+"""
 
 from __future__ import annotations
 
@@ -22,12 +38,12 @@ from rl_lab.environments.spec import (
 from rl_lab.errors import ConfigError, closest, one_line
 from rl_lab.records import ArraySpec
 
-LOG_PREFIX = "log/"  # step infos under such keys are numbers, summed over the episode
+LOG_PREFIX = "log/"  # values of these step infos are summed over the episode
 StepResult = tuple[Any, Any, bool, bool, dict[str, Any]]
 
 
 def add_log(log: dict[str, float], info: Mapping[str, Any]) -> None:
-    """Add a step's `log/` infos to the sums of an episode. One that is not finite would make the sum so, and is left out."""
+    """Add the `log/` infos of a step to the sums of an episode; values that are not finite are ignored."""
     for key, value in info.items():
         if key.startswith(LOG_PREFIX):
             number = float(value)
@@ -36,7 +52,7 @@ def add_log(log: dict[str, float], info: Mapping[str, Any]) -> None:
 
 
 class ActionRepeat(gymnasium.Wrapper):
-    """One decision, `times` environment steps: rewards and `log/` infos are summed, an end stops early."""
+    """Repeats each action for `times` steps or until the episode ends; sums rewards and `log/` infos."""
 
     def __init__(self, env: gymnasium.Env, times: int) -> None:
         super().__init__(env)
@@ -55,7 +71,7 @@ class ActionRepeat(gymnasium.Wrapper):
 
 
 class TimeLimit(gymnasium.Wrapper):
-    """Truncates after `steps` calls of `step`: agent decisions, as it stands outside the action repeat."""
+    """Truncates an episode after `steps` decisions; it is applied after the action repeat."""
 
     def __init__(self, env: gymnasium.Env, steps: int) -> None:
         super().__init__(env)
@@ -75,25 +91,27 @@ class TimeLimit(gymnasium.Wrapper):
 
 
 def without_time_limit(env: gymnasium.Env) -> gymnasium.Env:
-    """The environment without the limit it came with, so that a longer one can be given."""
+    """Remove the time limit of an environment, so that a longer one can be set."""
     if isinstance(env, (gymnasium.wrappers.TimeLimit, TimeLimit)):
         return env.env
-    if isinstance(env, gymnasium.Wrapper):  # a suite's own wrappers may stand around the limit
+    if isinstance(env, gymnasium.Wrapper):  # wrappers of the suite may be outside the limit
         env.env = without_time_limit(env.env)
     return env
 
 
 class RenderedPixels(gymnasium.ObservationWrapper):
-    """The rendered frame as observation: alone, or (`keep`) as `image` beside what the environment shows.
+    """Replaces the observation with the rendered frame, or (`keep`) adds the frame to it as `image`.
 
-    size: height and width to scale it to; a large frame is then not turned around (as `Resize` has to) on its way
+    size: height and width of the result; scaling (H, W, 3) here avoids the transpositions of `Resize`
     """
 
     def __init__(self, env: gymnasium.Env, keep: bool, size: tuple[int, int] | None = None) -> None:
         super().__init__(env)
         self.keep = keep
         self.size = size
-        env.reset(seed=0)  # the frame's size is known only from a frame, and most render only after a reset
+        env.reset(
+            seed=0
+        )  # the size is only known from a frame, and most environments render only after a reset
         frame = self._frame()
         image = spaces.Box(0, 255, frame.shape, np.uint8)
         if keep and isinstance(env.observation_space, spaces.Dict):
@@ -112,14 +130,16 @@ class RenderedPixels(gymnasium.ObservationWrapper):
     def _frame(self) -> np.ndarray:
         frame = np.asarray(self.env.render())
         if frame.ndim != 3 or frame.dtype != np.uint8:
-            raise ConfigError("pixels=true needs an environment whose render() gives (H, W, 3) uint8 frames")
+            raise ConfigError(
+                "environment.pixels=true needs an environment whose render() returns (H, W, 3) uint8 frames: set it to false"
+            )
         if self.size is None or frame.shape[:2] == self.size or frame.shape[2] != 3:
             return frame
         return scale(frame, self.size)
 
 
 class DictObservation(gymnasium.ObservationWrapper):
-    """Observations as a flat dict of contiguous arrays (see `spec`)."""
+    """Converts observations to a flat dict of contiguous arrays (see `spec`)."""
 
     def __init__(self, env: gymnasium.Env, keep: Sequence[str] | None = None) -> None:
         super().__init__(env)
@@ -137,13 +157,13 @@ class DictObservation(gymnasium.ObservationWrapper):
                 result[name] = convert(value)
             except UnusableRow:
                 raise
-            except Exception as error:  # a missing key, lists of different lengths, a choice that is none
+            except Exception as error:  # a missing key, lists of different lengths, an index out of range
                 raise UnusableRow(f"observation '{name}' cannot be read ({one_line(error)})") from error
         return result
 
 
 class Resize(gymnasium.ObservationWrapper):
-    """Images of a flat dict observation, (C, H, W) uint8, at `size` = (height, width); bilinear, antialiased."""
+    """Resizes the images of a flat dict observation, (C, H, W) uint8; bilinear with antialiasing."""
 
     def __init__(self, env: gymnasium.Env, size: tuple[int, int]) -> None:
         super().__init__(env)
@@ -155,8 +175,8 @@ class Resize(gymnasium.ObservationWrapper):
         images = [name for name, spec in specs.items() if spec.dtype == "uint8" and len(spec.shape) == 3]
         if not images:
             raise ConfigError(
-                f"size={size} needs an image, and the observations are {sorted(specs)}: leave size out, or add "
-                "pixels=true to look at the rendered frame"
+                f"environment.size={size} needs an image, and the observations are {sorted(specs)}: remove size, or set "
+                "environment.pixels=true to observe the rendered frame"
             )
         self._images = [name for name in images if specs[name].shape[1:] != size]
         for name in self._images:
@@ -169,7 +189,7 @@ class Resize(gymnasium.ObservationWrapper):
 
 
 def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """(C, H, W) uint8 at (height, width), with Pillow's bilinear filter."""
+    """Resize (C, H, W) uint8 to (height, width), with Pillow's bilinear filter."""
     if len(image) == 3:
         return np.ascontiguousarray(
             scale(np.ascontiguousarray(image.transpose(1, 2, 0)), size).transpose(2, 0, 1)
@@ -177,15 +197,15 @@ def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.stack([scale(plane, size) for plane in image])
 
 
-def scale(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """(H, W) or (H, W, 3) uint8 at (height, width)."""
+def scale(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Resize (H, W) or (H, W, 3) uint8 to (height, width)."""
     from PIL import Image
 
-    return np.asarray(Image.fromarray(picture).resize((size[1], size[0]), Image.Resampling.BILINEAR))
+    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))
 
 
 class StandardAction(gymnasium.ActionWrapper):
-    """Takes actions as the lab writes them: from zero, flat, in [-1, 1]; `action_spec` describes them."""
+    """Accepts actions in the format of `action_spec`: indices from zero, flat vectors, values in [-1, 1]."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
@@ -196,28 +216,14 @@ class StandardAction(gymnasium.ActionWrapper):
         return self._to_environment(action)
 
 
-# --------------------
-# Wrappers that a config or `make_env(wrappers={name: value, …})` adds, in the order written, around one environment.
-#
-#     crop: [10, 74, 0, 64]     rows 10 to 73 and columns 0 to 63 of images
-#     grayscale: true           images with one channel (ITU-R BT.601 weights)
-#     frame_stack: 4            images of the last 4 steps as channels, oldest first; vectors where there are no images
-#     observation_noise: 0.1    Gaussian noise of this deviation on vectors, and of 255 times it on images
-#     reward_scale: 0.1         reward times this
-#     reward_clip: 1.0          reward within ± this
-#     reward_sign: true         reward's sign
-#     reward_tanh: true         tanh of the reward
-#
-# They stand outside resizing, so images are (C, H, W) uint8. The reward wrappers keep the untouched sum of an episode as
-# `log/raw_return`. Whole numbers in observations need no wrapper: they are one-hot already (see `spec`).
-
+# --- Optional wrappers -----------------------------------------------------------------------------------
 
 GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 Observation = dict[str, np.ndarray]
 
 
 class Crop(gymnasium.ObservationWrapper):
-    """A part of the images: rows from `top` and columns from `left`, up to `bottom` and `right`."""
+    """Crops images to rows `top` to `bottom` and columns `left` to `right`, exclusive."""
 
     def __init__(self, env: gymnasium.Env, top: int, bottom: int, left: int, right: int) -> None:
         super().__init__(env)
@@ -228,7 +234,7 @@ class Crop(gymnasium.ObservationWrapper):
             channels, height, width = specs[name].shape
             if not (0 <= top < bottom <= height and 0 <= left < right <= width):
                 raise ConfigError(
-                    f"wrappers.crop={[top, bottom, left, right]} is no part of the {height}×{width} image '{name}'"
+                    f"environment.wrappers.crop={[top, bottom, left, right]} is outside of the {height}×{width} image '{name}'"
                 )
             specs[name] = ArraySpec((channels, bottom - top, right - left), "uint8")
         self.observation_space = observation_space(specs)
@@ -238,7 +244,7 @@ class Crop(gymnasium.ObservationWrapper):
 
 
 class Grayscale(gymnasium.ObservationWrapper):
-    """Colour images (3, H, W) as (1, H, W), rounded."""
+    """Converts RGB images (3, H, W) to (1, H, W), rounded."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
@@ -257,7 +263,7 @@ class Grayscale(gymnasium.ObservationWrapper):
 
 
 class FrameStack(gymnasium.Wrapper):
-    """The last `count` images, or vectors where there are no images, oldest first; a reset fills all places."""
+    """Stacks the last `count` images (without images: vectors), oldest first; a reset fills the stack."""
 
     def __init__(self, env: gymnasium.Env, count: int) -> None:
         super().__init__(env)
@@ -285,7 +291,7 @@ class FrameStack(gymnasium.Wrapper):
 
 
 class ObservationNoise(gymnasium.Wrapper):
-    """Noise that the episode's seed decides, so that an exact resume sees it again."""
+    """Adds noise that depends on the seed of the episode, so that an exact resume reproduces it."""
 
     def __init__(self, env: gymnasium.Env, deviation: float) -> None:
         super().__init__(env)
@@ -295,7 +301,7 @@ class ObservationNoise(gymnasium.Wrapper):
     def reset(self, *, seed: int | None = None, **kwargs: Any) -> tuple[Observation, dict[str, Any]]:
         obs, info = self.env.reset(seed=seed, **kwargs)
         if seed is not None:
-            self._random = np.random.default_rng([seed, 1])  # not the environment's own numbers
+            self._random = np.random.default_rng([seed, 1])  # another stream than the environment's
         return self._noisy(obs), info
 
     def step(self, action: Any) -> StepResult:
@@ -314,7 +320,7 @@ class ObservationNoise(gymnasium.Wrapper):
 
 
 class RewardTransform(gymnasium.Wrapper):
-    """The reward through a function; `log/raw_return` sums it as it was."""
+    """Applies a function to the reward; `log/raw_return` is the sum of the original rewards."""
 
     def __init__(self, env: gymnasium.Env, function: Callable[[float], float]) -> None:
         super().__init__(env)
@@ -322,17 +328,17 @@ class RewardTransform(gymnasium.Wrapper):
 
     def step(self, action: Any) -> StepResult:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        number = finite_number("reward", reward)  # before a bound makes a number of infinity
-        # The innermost of several such wrappers is the one that saw the environment's own reward.
+        number = finite_number("reward", reward)  # before clipping could hide an infinite reward
+        # With several reward wrappers the innermost one sees the original reward, so its entry wins.
         info = {"log/raw_return": number, **info}
         return obs, self._function(number), terminated, truncated, info
 
 
 def add_wrappers(env: gymnasium.Env, wrappers: Mapping[str, Any]) -> gymnasium.Env:
-    """`env` behind the wrappers named; a value of null or false leaves one out."""
+    """Apply these wrappers to `env`; null or false skips one."""
     for name, value in wrappers.items():
         if name not in WRAPPERS:
-            raise ConfigError(f"no wrapper is called '{name}'.{closest(name, WRAPPERS)}")
+            raise ConfigError(f"environment.wrappers.{name} does not exist.{closest(name, WRAPPERS)}")
         if value is None or value is False:
             continue
         env = WRAPPERS[name](env, value)
@@ -341,13 +347,15 @@ def add_wrappers(env: gymnasium.Env, wrappers: Mapping[str, Any]) -> gymnasium.E
 
 def _stack(env: gymnasium.Env, count: Any) -> gymnasium.Env:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ConfigError(f"wrappers.frame_stack={count!r} must be a whole number of at least 1")
+        raise ConfigError(f"environment.wrappers.frame_stack={count!r} must be an integer of at least 1")
     return FrameStack(env, count)
 
 
 def _crop(env: gymnasium.Env, part: Any) -> gymnasium.Env:
     if not (isinstance(part, list | tuple) and len(part) == 4 and all(type(n) is int for n in part)):
-        raise ConfigError(f"wrappers.crop={part!r} must be four whole numbers: top, bottom, left, right")
+        raise ConfigError(
+            f"environment.wrappers.crop={part!r} must be four integers: top, bottom, left, right"
+        )
     return Crop(env, *part)
 
 
@@ -367,7 +375,7 @@ def _clip(env: gymnasium.Env, bound: Any) -> gymnasium.Env:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ConfigError(f"wrappers.{name}={value!r} must be a number of at least 0")
+        raise ConfigError(f"environment.wrappers.{name}={value!r} must be a number of at least 0")
     return float(value)
 
 
@@ -395,5 +403,7 @@ def _is_image(spec: ArraySpec) -> bool:
 def _images(specs: Mapping[str, ArraySpec], wrapper: str) -> list[str]:
     names = [name for name, spec in specs.items() if _is_image(spec)]
     if not names:
-        raise ConfigError(f"wrappers.{wrapper} needs an image, and the observations are {sorted(specs)}")
+        raise ConfigError(
+            f"environment.wrappers.{wrapper} needs an image, and the observations are {sorted(specs)}: remove it"
+        )
     return names

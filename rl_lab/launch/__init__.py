@@ -1,1 +1,1 @@
-"""Where processes run: rank, world size, device."""
+"""Device of a process."""

@@ -1,8 +1,10 @@
-"""Which device a process uses."""
+"""Selects the device of a process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -10,9 +12,9 @@ from rl_lab.errors import ConfigError
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto | cpu | cuda | cuda:N | mps` to a device that exists, or a message that says what does."""
+    """Return the device for `auto | cpu | cuda | cuda:N | mps`, if this machine has it."""
     if torch.cuda.is_available():
-        torch.backends.cudnn.benchmark = True  # shapes are fixed here: let cuDNN try its convolutions once
+        torch.backends.cudnn.benchmark = True  # shapes are fixed, so benchmarking the algorithms pays off
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -20,16 +22,42 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(
-            f"experiment.device is '{name}'; it can be auto, cpu, cuda, cuda:N or mps"
-        ) from None
+        raise ConfigError(f"experiment.device must be auto, cpu, cuda, cuda:N or mps, not '{name}'") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise ConfigError(
-                f"experiment.device is '{name}', but this machine has {count} CUDA devices; try auto"
+                f"experiment.device is '{name}', but this machine has {count} CUDA devices: use auto"
             )
         return torch.device("cuda", device.index or 0)
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("experiment.device is 'mps', which this machine does not have; try auto")
+        raise ConfigError("experiment.device is 'mps', which this machine does not have: use auto")
     return device
+
+
+# --------------------
+# TensorFloat-32 matrix products inside a `with` block: several times faster on recent NVIDIA GPUs.
+#
+# TensorFloat-32 has 10 bits of mantissa, as float16 but with float32's range; bfloat16 has 7.
+
+
+def asks_for_tensor_float(precision: str) -> bool:
+    """Return whether `training.precision` asks for TensorFloat-32 in updates."""
+    return precision == "tensorfloat32"
+
+
+@contextlib.contextmanager
+def tensor_float(on: bool) -> Iterator[None]:
+    """Use TensorFloat-32 for float32 matrix products inside the block, if `on`.
+
+    Restore the old setting after it.
+    """
+    if not on:
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,4 +1,4 @@
-"""Out of memory, said so that it helps: how much was used, what holds it, and what to turn down."""
+"""Diagnostics: explains out-of-memory errors, and writes profiler traces (`training.profile=20`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SMALLER_BATCH = "algorithm.batch_size or algorithm.batch_length (or those of eac
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Something that keeps device memory, and how to make it keep less."""
+class MemoryUse:
+    """A part of a run that uses device memory, and how to reduce it."""
 
     name: str
     bytes: int
@@ -25,42 +25,44 @@ class Holder:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU (torch has a class for it) or of the host (it has none)."""
+    """Return whether the error is out of memory: torch has a class for GPUs, and none for the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("out of memory", "can't allocate memory", "not enough memory")
+        text in str(error) for text in ("out of memory", "can't allocate memory", "not enough memory")
     )
 
 
 def out_of_memory(error: BaseException, orchestrator: Any = None) -> OutOfMemoryError:
-    """The error in words. orchestrator: None while the run is still being built."""
+    """Return an error that lists memory uses and advice. orchestrator: None while the run is built."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"out of memory: {lines[0] if lines else type(error).__name__}"
-    held = holders(orchestrator) if orchestrator is not None else []
+    uses = memory_uses(orchestrator) if orchestrator is not None else []
     peak = _peak()
     if peak:
         text += f"\n  peak: {peak / GIB:.2f} GiB allocated"
-        rest = peak - sum(holder.bytes for holder in held)
+        rest = peak - sum(use.bytes for use in uses)
         if rest > 0:
-            advice = f"{SMALLER_BATCH} lower; training.precision=bfloat16"
-            held.append(Holder("activations and the rest", rest, advice))
-    for holder in sorted(held, key=lambda holder: -holder.bytes):
-        text += f"\n  {holder.name}: {_size(holder.bytes)}; less with {holder.advice}"
+            advice = f"a lower {SMALLER_BATCH}; training.precision=bfloat16"
+            uses.append(MemoryUse("activations and everything else", rest, advice))
+    for use in sorted(uses, key=lambda use: -use.bytes):
+        text += f"\n  {use.name}: {_size(use.bytes)}; reduce it with {use.advice}"
     advice = (
-        f"Turn down {SMALLER_BATCH}, choose a smaller model (size=, tdmpc_size=), keep replay in host "
-        "memory (buffers.replay.storage=host) or give it a lower capacity."
+        f"Lower {SMALLER_BATCH}, choose a smaller model (size=, tdmpc_size=), keep replay in host "
+        "memory (buffers.replay.storage=host) or lower its capacity."
     )
-    return OutOfMemoryError(f"{text}\n{advice} What was saved is whole: resume goes on from there.")
+    return OutOfMemoryError(
+        f"{text}\n{advice} Saved checkpoints are intact: rl-lab resume continues from the last one."
+    )
 
 
-def holders(orchestrator: Any) -> list[Holder]:
-    """What of a run lies on the training device, largest reason for concern or not."""
+def memory_uses(orchestrator: Any) -> list[MemoryUse]:
+    """Return the parts of a run that use memory of the training device."""
     found = []
     for name, buffer in (orchestrator.storage.buffers if orchestrator.storage is not None else {}).items():
         if not getattr(buffer, "on_host", True) or not torch.cuda.is_available():
             advice = f"buffers.{name}.storage=host, or a lower buffers.{name}.capacity"
-            found.append(Holder(f"replay '{name}' when full", int(getattr(buffer, "nbytes", 0)), advice))
+            found.append(MemoryUse(f"replay '{name}' when full", int(getattr(buffer, "nbytes", 0)), advice))
     state = orchestrator.run_state
     parts = [*state.components.values()]
     if state.controller_manager is not None:
@@ -75,12 +77,12 @@ def holders(orchestrator: Any) -> list[Holder]:
         if p.grad is not None
     )
     found.append(
-        Holder("weights, gradients and optimizer state", model + gradients + moments, "a smaller size=")
+        MemoryUse("weights, gradients and optimizer state", model + gradients + moments, "a smaller size=")
     )
     graphs = sum(runner.capture.graph_bytes for runner in orchestrator.runners.values())
     if graphs:
-        advice = f"{SMALLER_BATCH} lower; training.capture=false keeps no graph"
-        found.append(Holder("graph pool (an update's activations)", graphs, advice))
+        advice = f"a lower {SMALLER_BATCH}; training.capture=false records no graph"
+        found.append(MemoryUse("graph pool (activations of one update)", graphs, advice))
     return found
 
 
@@ -107,15 +109,14 @@ def _size(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
-# --------------------
-# Where the time goes: a trace of a few updates (`training.profile=20`), or a table of the device's kernels (benchmarks).
+# ---------------------------------------------------------------- profiling
 
 
-SKIPPED_UPDATES = 100  # warm-up, capture and autotuning would drown what is looked for
+SKIPPED_UPDATES = 100  # warm-up, capture and autotuning would dominate the trace
 
 
 class Trace:
-    """Starts by itself after `skip` updates of this process, and writes the trace `updates` later."""
+    """Profiles `updates` updates after the first `skip` of this process, and writes a Chrome trace."""
 
     def __init__(self, path: Path, updates: int, *, skip: int = SKIPPED_UPDATES) -> None:
         self.path = path
@@ -142,7 +143,7 @@ class Trace:
             self.close()
 
     def close(self) -> None:
-        """Write what there is; a run that ends early still gives a trace."""
+        """Write the trace; a run that ends early writes what was recorded so far."""
         if self._profiler is None or self.written:
             return
         self._profiler.__exit__(None, None, None)
@@ -152,7 +153,7 @@ class Trace:
 
 
 def print_kernels(update: Callable[[], Any], *, most: int = 45) -> None:
-    """Where the device's time goes in one call."""
+    """Print the device time of each kernel in one call of `update`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         update()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Evaluation with its own environments and its own randomness: it never changes training."""
+"""Evaluation in separate environments with a separate generator: it does not change training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_lab.utils.seeding import derive_seed
 
 @dataclass
 class Evaluation:
-    """Finished episodes in a fixed order, and the frames of the first one where asked for."""
+    """Finished episodes in a fixed order, and the frames of the first one if `video` was set."""
 
     episodes: list[Episode] = field(default_factory=list)
     frames: list[np.ndarray] = field(default_factory=list)  # (H, W, 3) uint8 each
@@ -31,7 +31,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Runs N episodes. Environment i plays episodes i, i+n, …, so that short episodes are not favoured."""
+    """Runs episodes. Environment i of n runs episodes i, i+n, …, so that short ones are not preferred."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Evaluator:
         policy: Policy,
         *,
         episodes: int,
-        label: int | str = 0,  # with the seed, decides the episodes: the same label gives the same ones
+        label: int | str = 0,  # same seed and label: same episodes
         sample: bool = False,
         video: bool = False,
         max_frames: int = 1000,
         on_rows: Callable[[Mapping[str, Any]], None] | None = None,
         on_episode: Callable[[Episode], None] | None = None,
     ) -> Evaluation:
-        """Play `episodes` episodes; rows and finished episodes are handed out as they come."""
+        """Run `episodes` episodes; call `on_rows` after every step and `on_episode` after every episode."""
         seed = derive_seed(self.seed, "evaluate", label)
         environment = self.make_environment(seed, video)
         collector = Collector(
@@ -71,10 +71,10 @@ class Evaluator:
         quota = [len(range(env, episodes, n)) for env in range(n)]
         try:
             collector.reset()
-            while any(len(done) < want for done, want in zip(finished, quota)):
+            while any(len(done) < count for done, count in zip(finished, quota)):
                 if video and not finished[0] and len(evaluation.frames) < max_frames:
-                    collector.settle()
-                    evaluation.frames.append(environment.render())
+                    collector.receive()
+                    evaluation.frames.append(environment.frame())
                 result = collector.step(policy, ActMode(sample=sample))
                 if on_rows and result.trajectory:
                     on_rows(result.trajectory)

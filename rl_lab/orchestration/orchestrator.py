@@ -1,6 +1,11 @@
-"""The training loop. It asks the scheduler what is next, has it done, and keeps the run safe and visible.
+"""The training loop: ask the scheduler for the next action, run it, then log, evaluate, report and save.
 
-It knows no algorithm: workflows, buffers and loggers are what it was given.
+An online phase repeats two actions:
+
+    collect   workflow.collect_step -> Collector.step -> Storage.store        one row per environment
+    update    Storage.stream -> HookRunner.run                                sample -> step -> write back
+
+The loop does not depend on the algorithm: workflow, buffers and logger are passed in.
 """
 
 from __future__ import annotations
@@ -26,63 +31,12 @@ from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import Episode
 from rl_lab.utils.seeding import derive_seed
 
-# --------------------
-# Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: a request to stop.
-#
-# It is answered at once in words, and obeyed when the action under way is done.
-
-
-# A terminal that closes sends SIGHUP; SLURM warns by SIGUSR1 where it is asked to. Not every system has them.
-IF_DEFAULT = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGUSR1") if hasattr(signal, name))
-
-
-@contextmanager
-def stop_on_signals(request: Callable[[], None]) -> Iterator[None]:
-    """Inside, SIGTERM, SIGINT, SIGHUP and SIGUSR1 call `request`; a second SIGINT stops at once.
-
-    SIGHUP and SIGUSR1 only where they would end the process: one that is ignored (`nohup`), or that the program around
-    us handles, stays as it is.
-
-    It is said at once, since the action may be an evaluation of minutes, and since a run that dies of something else
-    meanwhile must not look as if nobody had asked it to stop.
-    """
-    asked = False
-
-    def stop(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not asked:
-            _say(number)
-        asked = True
-        request()
-
-    free = [number for number in IF_DEFAULT if signal.getsignal(number) is signal.SIG_DFL]
-    try:
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, *free)}
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _say(number: int) -> None:
-    again = "; once more stops at once, unsaved" if number == signal.SIGINT else ""
-    text = f"{signal.Signals(number).name}: finishing what is under way, then saving{again}\n"
-    with suppress(OSError):  # nobody listens any more
-        os.write(2, text.encode())  # not print: the code that was interrupted may be in the middle of one
-
-
-TRANSFORM_ROWS = 256  # time steps that one call of a transform hook is given
+TRANSFORM_ROWS = 256  # time steps per call of a transform hook
 
 
 @dataclass
 class Settings:
-    """Choices of a run that are neither algorithm nor curriculum."""
+    """Settings of a run that belong neither to the algorithm nor to its phases."""
 
     seed: int = 0
     eval_episodes: int = 10
@@ -94,7 +48,7 @@ class Settings:
 
 @dataclass
 class Orchestrator:
-    """Owns the loop. Everything it needs is injected, so a test can run it with stand-ins only."""
+    """Runs the training loop. All its parts are passed in, so that a test can replace each of them."""
 
     workflow: Any
     scheduler: PhaseScheduler
@@ -108,50 +62,50 @@ class Orchestrator:
     evaluator: Any = None
     generations: Generations | None = None
     trace: Trace | None = None
-    info: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint's manifest
+    info: Mapping[str, Any] = field(default_factory=dict)  # added to the manifest of every checkpoint
     say: Callable[[str], None] = print
     interrupted: bool = False
 
     def __post_init__(self) -> None:
-        self._entered: PhaseDefinition | None = None
-        self._said: set[str] = set()
-        self._done: set[str] = set()  # actions that have worked once
+        self._running_phase: PhaseDefinition | None = None
+        self._reported_shortages: set[str] = set()  # hooks
+        self._succeeded: set[str] = set()  # actions that have succeeded at least once
         self._transform_positions: dict[str, int] = {}
         self._best_return = float("-inf")
         self._saved_at: dict[str, int] = {}
-        self._logged_at: list[int] = []
+        self._logged_at: list[int] = []  # `_work_done` at the last log line
 
     # ---------------------------------------------------------------- the loop
 
     def run(self) -> None:
-        """Walk the phases to their end, or until a signal asks to stop."""
+        """Run all phases, or until a signal requests a stop."""
         self.log.begin(self.scheduler.totals)
-        with stop_on_signals(self._interrupt), self._saved_when_environments_fail():
+        with stop_on_signals(self._interrupt), self._save_on_environment_fault():
             while not self.interrupted:
                 action = self.scheduler.next_action()
                 phase = self.scheduler.current_phase()
-                if phase is not self._entered:
+                if phase is not self._running_phase:
                     self._enter(phase)
-                self._follow_cadences()  # finding the next action may have ended a cycle
+                self._run_due_cadences()  # next_action() may have ended a cycle
                 if action is None or phase is None:
                     break
                 try:
-                    self.do(action, phase)
+                    self.run_action(action, phase)
                 except Exception as error:
-                    if isinstance(error, LabError) or action in self._done or is_out_of_memory(error):
+                    if isinstance(error, LabError) or action in self._succeeded or is_out_of_memory(error):
                         raise
                     raise ConfigError(
-                        f"the first '{action}' of phase '{phase.name}' failed: parts of the config do not fit each "
-                        f"other, or {type(self.workflow).__name__} has a mistake: {unexpected(error)}"
+                        f"phase '{phase.name}': the first '{action}' failed, because parts of the config do not "
+                        f"fit together or because {type(self.workflow).__name__} has a bug: {unexpected(error)}"
                     ) from error
-                self._done.add(action)
-                self._follow_cadences()
+                self._succeeded.add(action)
+                self._run_due_cadences()
                 if self.trace is not None:
                     self.trace.tick(self.scheduler.totals)
             self._finish()
 
-    def do(self, action: str, phase: PhaseDefinition) -> None:
-        """Carry out one action and tell the scheduler."""
+    def run_action(self, action: str, phase: PhaseDefinition) -> None:
+        """Run one action and report it to the scheduler."""
         if action == "collect":
             self._collect(phase)
             return
@@ -162,14 +116,7 @@ class Orchestrator:
             return
         runner = self.runners[action]
         if runner.hook.kind == "update":
-            stream = self.storage.stream(action, phase) if self.storage is not None else None
-            key = (phase.freeze, id(stream))
-            captured = runner.capture.captured
-            runner.run(stream, self.scheduler.view(), self.scheduler.totals, key=key)
-            if runner.capture.captured and not captured:
-                self.say(
-                    f"{action} is captured: its graph holds {runner.capture.graph_bytes / 2**20:,.0f} MiB"
-                )
+            self._update(action, runner, phase)
             self.scheduler.advance(action)
         elif runner.hook.kind == "transform":
             done = self._transform(action, runner, phase)
@@ -180,21 +127,34 @@ class Orchestrator:
                 self.scheduler.advance(action, steps=steps)
 
     def _collect(self, phase: PhaseDefinition) -> None:
+        """Step the environments once and store the rows."""
         step = self.scheduler.totals["env_steps"]
         result = self.workflow.collect_step(step, phase=self.scheduler.view())
         if result is None:
-            raise LabError(f"phase '{phase.name}' asks to collect, but {type(self.workflow).__name__} cannot")
+            raise LabError(
+                f"phase '{phase.name}' has the hook collect, but {type(self.workflow).__name__}.collect_step "
+                "returned None: return a CollectResult, or remove the hook"
+            )
         if result.trajectory is not None and self.storage is not None:
             self.storage.store(phase, result.trajectory)
         finished: list[Episode] = getattr(self.workflow, "finished_episodes", list)()
         self.log.collected(result.metrics, finished)
         self.scheduler.advance("collect", steps=result.steps, episodes=max(result.episodes, len(finished)))
-        for name in self.scheduler.skipped - self._said:
-            self._said.add(name)
+        for name in self.scheduler.skipped - self._reported_shortages:
+            self._reported_shortages.add(name)
             self.say(f"{name} waits for data: {self.storage.shortage(name, phase)}")
 
+    def _update(self, name: str, runner: HookRunner, phase: PhaseDefinition) -> None:
+        """Run one update: sample a batch, run the hook's step, write its results back."""
+        stream = self.storage.stream(name, phase) if self.storage is not None else None
+        key = (phase.freeze, id(stream))
+        captured = runner.capture.captured
+        runner.run(stream, self.scheduler.view(), self.scheduler.totals, key=key)
+        if runner.capture.captured and not captured:
+            self.say(f"{name} is captured: its CUDA graph uses {runner.capture.graph_bytes / 2**20:,.0f} MiB")
+
     def _transform(self, name: str, runner: HookRunner, phase: PhaseDefinition) -> bool:
-        """Add columns to the next stretch of the phase's buffer; True when it has been walked to its end."""
+        """Add columns to the next rows of the phase's buffer; return True at the end of the buffer."""
         buffer = self.storage.buffers[next(iter(phase.buffer))]
         position = max(self._transform_positions.get(name, 0), buffer.oldest_position)
         count = min(TRANSFORM_ROWS, buffer.total_rows - position)
@@ -208,9 +168,9 @@ class Orchestrator:
         return done
 
     def _evolve(self, name: str, runner: HookRunner, phase: PhaseDefinition) -> int | None:
-        """One generation. Returns environment steps; None when a signal broke it off."""
+        """Run one generation; return its environment steps, or None if a signal interrupted it."""
         if self.generations is None:
-            raise ConfigError(f"hook '{name}' evolves, and this run has nothing to evolve in")
+            raise ConfigError(f"hook '{name}' evolves, but this run was built without Generations")
         stream = self.storage.stream(name, phase) if self.storage is not None else None
         outcome = self.generations.run(
             name,
@@ -232,10 +192,10 @@ class Orchestrator:
     # ---------------------------------------------------------------- phases
 
     def _enter(self, phase: PhaseDefinition | None) -> None:
-        """A phase begins: freeze what it freezes, and refuse an offline phase that has too little data."""
-        for name in self._entered.freeze if self._entered else ():
+        """Start a phase: freeze its parts, and check that an offline phase has enough data."""
+        for name in self._running_phase.freeze if self._running_phase else ():
             self._part(name).requires_grad_(True)
-        self._entered = phase
+        self._running_phase = phase
         if phase is None:
             return
         for name in phase.freeze:
@@ -260,13 +220,13 @@ class Orchestrator:
 
     # ---------------------------------------------------------------- cadences
 
-    def _follow_cadences(self) -> None:
+    def _run_due_cadences(self) -> None:
         totals = self.scheduler.totals
         for name, every in self.cadences.items():
             if every.due(totals):
                 every.fired(totals)
                 if name == "log" and self._logged_at == self._work_done():
-                    continue  # a cycle that ends moves its counter alone: the line before this has it all
+                    continue  # only the cycle counter changed: the previous line has the same values
                 getattr(self, {"log": "write_log", "checkpoint": "save"}.get(name, name))()
 
     def _work_done(self) -> list[int]:
@@ -286,9 +246,9 @@ class Orchestrator:
         return metrics
 
     def evaluate(self, episodes: int | None = None) -> dict[str, float]:
-        """Play evaluation episodes, log them, and keep the best weights."""
+        """Run evaluation episodes, log their returns, and save the weights if they are the best so far."""
         if self.evaluator is None:
-            raise ConfigError("there is no evaluation environment in this run")
+            raise ConfigError("hook 'evaluate' needs an Evaluator, but this run was built without one")
         step = self.scheduler.totals["env_steps"]
         held_out = self.storage.buffers.get("eval") if self.storage is not None else None
         evaluation = self.evaluator.run(
@@ -304,13 +264,13 @@ class Orchestrator:
         if evaluation.frames:
             frames = np.stack(evaluation.frames).transpose(0, 3, 1, 2)
             self.log.logger.video("eval/episode", frames, step=step, fps=30, folder="episodes/test")
-        if metrics["eval/return_mean"] >= self._best_return:  # of equals, the one that trained longer
+        if metrics["eval/return_mean"] >= self._best_return:  # on a tie, prefer the longer trained weights
             self._best_return = metrics["eval/return_mean"]
             self.save(tag="best")
         return metrics
 
     def report(self) -> None:
-        """What the workflow wants to show of a batch, drawn apart from training's own sampling."""
+        """Log the workflow's report on one batch, sampled with a generator of its own."""
         phase = self.scheduler.current_phase()
         specs = [runner.hook.batch for runner in self.runners.values() if runner.hook.batch is not None]
         if phase is None or not specs or self.storage is None:
@@ -324,9 +284,9 @@ class Orchestrator:
         generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "report", step))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
-            shown = self.workflow.report(source.sample(spec, generator=generator))
+            report = self.workflow.report(source.sample(spec, generator=generator))
         scalars = {}
-        for name, value in shown.items():
+        for name, value in report.items():
             array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
             if getattr(array, "ndim", 0) == 3:
                 self.log.logger.image(f"report/{name}", array, step=step, folder="reconstructions")
@@ -341,9 +301,9 @@ class Orchestrator:
     # ---------------------------------------------------------------- checkpoints and stopping
 
     def save(self, tag: str | None = None, *, last: bool = False) -> None:
-        """Write a checkpoint; `tag` ("best") keeps weights only. A full disk loses nothing that was saved.
+        """Write a checkpoint; with a `tag` ("best") only weights. A failed save keeps earlier checkpoints.
 
-        last: nothing comes after it, so a failure is an error whatever the config says.
+        last: this is the final checkpoint, so a failure is an error whatever `on_save_failure` is.
         """
         if self.checkpoints is None:
             return
@@ -360,18 +320,18 @@ class Orchestrator:
         except CheckpointError as error:
             if last or self.settings.on_save_failure == "stop":
                 raise
-            self.say(f"checkpoint not saved, training goes on: {error}")
+            self.say(f"checkpoint not saved, training continues: {error}")
         else:
             self._saved_at = dict(self.scheduler.totals) if tag is None else self._saved_at
 
     def epoch_weights(self) -> None:
-        """The weights as they are at the end of this cycle, kept beside all others."""
+        """Save the weights at the end of this cycle in a file of their own."""
         self.save(tag=f"epoch_{self.scheduler.totals['cycles']}")
 
     def restore(self, state: Mapping[str, Any], *, empty_buffers: Sequence[str] = ()) -> None:
-        """Go on from a checkpoint's state; `empty_buffers` are those whose rows did not come with it."""
+        """Continue from a checkpoint's state; `empty_buffers` are buffers whose rows were not restored."""
         self.run_state.restore(state, empty_buffers)
-        self._said = set(self.scheduler.skipped)
+        self._reported_shortages = set(self.scheduler.skipped)
         self.cadences.set_state(state["cadences"])
         own = state["orchestrator"]
         self._transform_positions = {name: int(position) for name, position in own["transforms"].items()}
@@ -391,7 +351,7 @@ class Orchestrator:
         self.interrupted = True
 
     def _finish(self) -> None:
-        """The last line, the last checkpoint, and the environments closed."""
+        """Write the last log line and checkpoint, and close the environments of evolution."""
         if self.log.logger is not None:
             self.write_log()
         if self.generations is not None:
@@ -402,13 +362,13 @@ class Orchestrator:
             self.save(last=True)
 
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
-        """Hooks mask a non-finite update on the device and count it; here the host learns of it."""
+        """Stop or report if updates were non-finite: hooks skip them on the device and count them."""
         bad = {key: value for key, value in metrics.items() if key.endswith("nonfinite") and value > 0}
         if not bad:
             return
         message = (
-            f"{', '.join(bad)}: some updates had a non-finite loss or gradient and were left out, "
-            f"by update {self.scheduler.totals['updates']}"
+            f"{', '.join(bad)}: some updates had a non-finite loss or gradient and were skipped, "
+            f"up to update {self.scheduler.totals['updates']}"
         )
         if self.settings.on_nonfinite == "stop":
             self.save()
@@ -416,13 +376,63 @@ class Orchestrator:
         self.say(message)
 
     @contextmanager
-    def _saved_when_environments_fail(self) -> Iterator[None]:
-        """Environments that fail too often end the run; what was learned until then is kept."""
+    def _save_on_environment_fault(self) -> Iterator[None]:
+        """Save a checkpoint before environments that fail too often end the run."""
         try:
             yield
         except EnvironmentFaultError:
             try:
                 self.save()
             except CheckpointError as error:
-                self.say(f"environments fail too often, and the last checkpoint was not saved: {error}")
+                self.say(f"environments failed too often, and the last checkpoint was not saved: {error}")
             raise
+
+
+# ---------------------------------------------------------------- stopping on signals
+
+
+# A terminal that closes sends SIGHUP; SLURM sends SIGUSR1 on request. Not every system has them.
+OPTIONAL_SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGUSR1") if hasattr(signal, name))
+
+
+@contextmanager
+def stop_on_signals(request: Callable[[], None]) -> Iterator[None]:
+    """Call `request` on SIGINT, SIGTERM, SIGHUP and SIGUSR1; a second SIGINT raises KeyboardInterrupt.
+
+    SIGHUP and SIGUSR1 are handled only if their handler is the default one, which ends the process: a signal
+    that is ignored (`nohup`) or handled by the calling program keeps its handler.
+
+    The first signal is acknowledged immediately: the current action may be an evaluation of several minutes,
+    and if the run then fails for another reason, its output must still show that a stop was requested.
+    """
+    requested = False
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal requested
+        if requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not requested:
+            _acknowledge(number)
+        requested = True
+        request()
+
+    unhandled = [number for number in OPTIONAL_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        before = {
+            number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, *unhandled)
+        }
+    except ValueError:  # not the main thread: the calling program handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _acknowledge(number: int) -> None:
+    again = "; a second Ctrl-C stops immediately without saving" if number == signal.SIGINT else ""
+    text = f"{signal.Signals(number).name}: finishing the current action, then saving{again}\n"
+    with suppress(OSError):  # stderr is closed
+        os.write(2, text.encode())  # not print: the signal may have interrupted a print

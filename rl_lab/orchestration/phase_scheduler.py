@@ -1,7 +1,8 @@
-"""A finite state machine that walks the phases and says what to do next.
+"""The PhaseScheduler: a state machine that runs through the phases and returns the next action.
 
-Integers in, names out; no torch. A *cycle* is one pass over a phase's hooks. A phase ends when its
-duration is reached: at once for updates, at the end of the running cycle for steps and cycles.
+It takes counts and returns names, and does not import torch. A *cycle* is one pass over the hooks of a phase.
+A phase ends when its duration is reached: immediately for updates, after the current cycle for steps and
+cycles.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rl_lab.orchestration.phases import Every, HookUse, PhaseDefinition, Ratio
 
 
 class PhaseView(Mapping[str, Any]):
-    """The running phase as workflows see it: read-only, with `name`, `type`, `progress`, `iteration`, `set`."""
+    """A read-only view of the running phase for workflows: `name`, `type`, `progress`, `iteration`, `set`…"""
 
     def __init__(self, phase: PhaseDefinition, scheduler: PhaseScheduler) -> None:
         self._scheduler = scheduler
@@ -40,7 +41,7 @@ class PhaseView(Mapping[str, Any]):
 
 
 class PhaseScheduler:
-    """`next_action()` names the next piece of work; `advance(action, …)` says that it was done."""
+    """`next_action()` returns the name of the next action; `advance(action, …)` counts it as done."""
 
     def __init__(
         self,
@@ -50,25 +51,25 @@ class PhaseScheduler:
         is_ready: Callable[[str, PhaseDefinition], bool] = lambda hook, phase: True,
     ) -> None:
         for phase in phases:
-            endless = not (phase.duration_steps or phase.duration_updates or phase.duration_cycles)
-            if endless and not total_timesteps:
+            unbounded = not (phase.duration_steps or phase.duration_updates or phase.duration_cycles)
+            if unbounded and not total_timesteps:
                 raise ConfigError(
-                    f"phase '{phase.name}' has no duration and training.total_timesteps is not set"
+                    f"phase '{phase.name}' has no duration: set one, or set training.total_timesteps"
                 )
-            if endless and not phase.collects:
+            if unbounded and not phase.collects:
                 raise ConfigError(
-                    f"phase '{phase.name}' collects nothing and would never end: give it a duration"
+                    f"phase '{phase.name}' does not collect and would never end: set a duration"
                 )
         self.phases = phases
         self.total_timesteps = total_timesteps
         self.is_ready = is_ready
         self.totals = {"env_steps": 0, "updates": 0, "cycles": 0, "episodes": 0}
         self.hook_calls: dict[str, int] = {}
-        self.skipped: set[str] = set()  # updates passed over because the buffer was not ready
+        self.skipped: set[str] = set()  # updates that were skipped because the buffer was not ready
         self._out_of_steps = False  # total_timesteps ended training within a phase
-        self._begin(0)
+        self._start_phase(0)
 
-    # ---------------------------------------------------------------- the machine
+    # ---------------------------------------------------------------- actions
 
     def current_phase(self) -> PhaseDefinition | None:
         if self._out_of_steps or self._index >= len(self.phases):
@@ -80,11 +81,11 @@ class PhaseScheduler:
         return self._view
 
     def next_action(self) -> str | None:
-        """Name of the next piece of work, or None when training has ended."""
+        """Return the name of the next action, or None when training has ended."""
         idle_cycles = 0
         while (phase := self.current_phase()) is not None:
             while self._position < len(phase.hooks):
-                if self._owed(phase, self._position) > 0:
+                if self._calls_due(phase, self._position) > 0:
                     return phase.hooks[self._position].name
                 self._position += 1
                 self._calls = self._steps_here = 0
@@ -92,16 +93,16 @@ class PhaseScheduler:
             self._end_cycle(phase)
             if idle_cycles > 1 and not phase.duration_cycles:
                 raise ConfigError(
-                    f"phase '{phase.name}' has nothing to do: none of its hooks "
-                    f"({', '.join(use.name for use in phase.hooks)}) can run"
+                    f"phase '{phase.name}' has nothing to do, because none of its hooks "
+                    f"({', '.join(use.name for use in phase.hooks)}) can run: collect data first"
                 )
         return None
 
     def advance(self, action: str, *, steps: int = 0, episodes: int = 0, done: bool = True) -> None:
-        """Count one finished piece of work. `done=False`: a transform has more of the buffer to walk."""
+        """Count one finished action. `done=False`: a transform has not reached the end of the buffer."""
         phase = self.current_phase()
         if phase is None or phase.hooks[self._position].name != action:
-            raise ValueError(f"'{action}' was not the action that next_action() gave")
+            raise ValueError(f"'{action}' is not the action that next_action() returned")
         use = phase.hooks[self._position]
         self._active = True
         self._calls += 1
@@ -118,18 +119,18 @@ class PhaseScheduler:
         elif use.kind == "transform":
             self._calls = 0
         if self._position in self._ratios:
-            self._ratios[self._position].pay()
-        if self._position in self._everies:
-            self._everies[self._position].fired(self.totals)
+            self._ratios[self._position].spend()
+        if self._position in self._cadences:
+            self._cadences[self._position].fired(self.totals)
         if steps:
             for position, ratio in self._ratios.items():
                 if self.is_ready(phase.hooks[position].name, phase):
                     ratio.earn(steps)
         if phase.duration_updates and self.counts["updates"] >= phase.duration_updates:
-            self._begin(self._index + 1)
+            self._start_phase(self._index + 1)
 
     def progress(self) -> float:
-        """How much of the running phase is done, 0 to 1."""
+        """Return the completed fraction of the running phase, 0 to 1."""
         phase = self.current_phase()
         if phase is None:
             return 1.0
@@ -146,17 +147,17 @@ class PhaseScheduler:
             done = [self.totals["env_steps"] / self.total_timesteps]
         return min(1.0, max(done, default=0.0))
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- internals
 
-    def _begin(self, index: int) -> None:
+    def _start_phase(self, index: int) -> None:
         self._index = index
-        self._position = 0  # which hook of the cycle
-        self._calls = 0  # of that hook, this cycle
-        self._steps_here = 0  # environment steps that hook made, this cycle
-        self._active = False  # whether this cycle did anything
+        self._position = 0  # index of the current hook
+        self._calls = 0  # of the current hook in this cycle
+        self._steps_here = 0  # environment steps of the current hook in this cycle
+        self._active = False  # whether any hook ran in this cycle
         self.counts = {"env_steps": 0, "updates": 0, "cycles": 0}  # of this phase
         self._ratios: dict[int, Ratio] = {}
-        self._everies: dict[int, Every] = {}
+        self._cadences: dict[int, Every] = {}
         self._view = None
         phase = self.current_phase()
         if phase is None:
@@ -167,13 +168,13 @@ class PhaseScheduler:
                 self._ratios[position] = Ratio(use.updates_per_env_step, use.max_burst)
             if use.every:
                 every = Every(use.every)
-                every.fired(self.totals)  # a phase begins with nothing owed
-                self._everies[position] = every
+                every.fired(self.totals)  # nothing is due when a phase starts
+                self._cadences[position] = every
 
-    def _owed(self, phase: PhaseDefinition, position: int) -> int:
+    def _calls_due(self, phase: PhaseDefinition, position: int) -> int:
         use = phase.hooks[position]
         if use.kind == "collect":
-            return self._owed_steps(phase, use)
+            return self._collects_due(phase, use)
         if (
             use.kind in ("update", "transform")
             and phase.type == "online"
@@ -182,12 +183,12 @@ class PhaseScheduler:
             self.skipped.add(use.name)
             return 0
         if position in self._ratios:
-            return self._ratios[position].owed
-        if position in self._everies:
-            return int(self._everies[position].due(self.totals))
+            return self._ratios[position].updates_due
+        if position in self._cadences:
+            return int(self._cadences[position].due(self.totals))
         return use.repeat - self._calls
 
-    def _owed_steps(self, phase: PhaseDefinition, use: HookUse) -> int:
+    def _collects_due(self, phase: PhaseDefinition, use: HookUse) -> int:
         if self._steps_over(phase):
             return 0
         if use.env_steps:
@@ -207,13 +208,12 @@ class PhaseScheduler:
         self.counts["cycles"] += 1
         self.totals["cycles"] += 1
         if self._total_reached() and self.counts["env_steps"]:
-            self._out_of_steps = (
-                True  # whatever phases are left; resumed with a larger total, it goes on here
-            )
+            # Ends training in the middle of the phases; resuming with a larger total continues here.
+            self._out_of_steps = True
         elif self._steps_over(phase) or (
             phase.duration_cycles and self.counts["cycles"] >= phase.duration_cycles
         ):
-            self._begin(self._index + 1)
+            self._start_phase(self._index + 1)
 
     # ---------------------------------------------------------------- checkpoint
 
@@ -231,18 +231,18 @@ class PhaseScheduler:
             "hook_calls": dict(self.hook_calls),
             "skipped": sorted(self.skipped),
             "ratio_credits": {position: ratio.credit for position, ratio in self._ratios.items()},
-            "every_passed": {position: dict(every.passed) for position, every in self._everies.items()},
+            "every_passed": {position: dict(every.passed) for position, every in self._cadences.items()},
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         names = [phase.name for phase in self.phases]
         if list(state["phases"]) != names:
             raise CheckpointError(
-                f"the checkpoint walked the phases {list(state['phases'])}, the config has {names}; "
-                "resume with the run's own phases, or start a new run that loads its weights"
+                f"training.phases is {names}, but the checkpoint was saved with {list(state['phases'])}: "
+                "resume with the saved phases, or start a new run with load.path"
             )
         self._out_of_steps = False
-        self._begin(int(state["index"]))
+        self._start_phase(int(state["index"]))
         self._position = int(state["position"])
         self._calls = int(state["calls"])
         self._steps_here = int(state["steps_here"])
@@ -254,5 +254,5 @@ class PhaseScheduler:
         for position, credit in state["ratio_credits"].items():
             self._ratios[int(position)].credit = float(credit)
         for position, passed in state["every_passed"].items():
-            self._everies[int(position)].passed = {key: int(number) for key, number in passed.items()}
+            self._cadences[int(position)].passed = {key: int(count) for key, count in passed.items()}
         self._out_of_steps = bool(state["out_of_steps"]) and self._total_reached()

@@ -1,6 +1,6 @@
-"""Curricula as data: the `training.phases` list of a config, checked and flattened.
+"""Phases: checks and flattens `training.phases`, and decides when cadences and update ratios are due.
 
-Everything wrong with it is said here, before the first environment step.
+All errors in the phases of a config are raised here, before the first environment step.
 """
 
 from __future__ import annotations
@@ -11,101 +11,11 @@ from typing import Any
 
 from rl_lab.errors import ConfigError, closest, reject_unknown
 
-# --------------------
-# When something is due: every so many steps, or so many updates per environment step.
-
-
-# Counters that a cadence may follow, by the name of its key in YAML.
+# Counters that a cadence can use, by their YAML key.
 EVERY_KEYS = {"every_env_steps": "env_steps", "every_updates": "updates", "every_cycles": "cycles"}
-
-
-class Every:
-    """Fires once each time a counter passes a multiple of its limit, however far one step jumps.
-
-    With several counters (`{every_env_steps: 1000, every_updates: 500}`) the first named leads. Another fires at its
-    multiples, too, but only a whole limit of its own after the last firing: an offline phase, in which no environment
-    steps, is logged, and a joint one not twice in a row.
-    """
-
-    def __init__(self, limits: Mapping[str, int]) -> None:
-        for counter, limit in limits.items():
-            if limit < 1:
-                raise ConfigError(f"a cadence must be at least 1, not {limit} {counter}")
-        self.limits = dict(limits)
-        self.passed = dict.fromkeys(limits, 0)
-
-    @classmethod
-    def from_config(cls, node: Mapping[str, Any] | None) -> Every | None:
-        """`{every_env_steps: 1000}` -> Every; None or a node without limits never fires."""
-        node = node or {}
-        limits = {EVERY_KEYS[key]: int(node[key]) for key in EVERY_KEYS if node.get(key) is not None}
-        return cls(limits) if limits else None
-
-    def due(self, counters: Mapping[str, int]) -> bool:
-        """True when a multiple has been passed and `fired` was not called since."""
-        return any(counters[name] // limit > self.passed[name] for name, limit in self.limits.items())
-
-    def fired(self, counters: Mapping[str, int]) -> None:
-        leads = next(iter(self.limits))
-        # Rounded up, the next multiple that counts is at least a whole limit away.
-        self.passed = {
-            name: counters[name] // limit if name == leads else -(-counters[name] // limit)
-            for name, limit in self.limits.items()
-        }
-
-
-@dataclass
-class Cadences:
-    """The things that happen by the clock of the counters. None: never."""
-
-    log: Every | None = None
-    evaluate: Every | None = None
-    report: Every | None = None
-    checkpoint: Every | None = None
-    epoch_weights: Every | None = None
-
-    def items(self) -> list[tuple[str, Every]]:
-        return [(name, every) for name, every in vars(self).items() if every is not None]
-
-    def get_state(self) -> dict[str, dict[str, int]]:
-        return {name: dict(every.passed) for name, every in self.items()}
-
-    def set_state(self, state: Mapping[str, Mapping[str, int]]) -> None:
-        """A cadence that was changed on resume (a counter that the state does not know) starts from 0."""
-        for name, every in self.items():
-            every.passed |= {key: int(n) for key, n in state.get(name, {}).items() if key in every.passed}
-
-
-class Ratio:
-    """Updates owed for environment steps: fractional credit, with a capped burst.
-
-    The cap keeps a long evaluation, a pause or a resume from being paid back in one huge burst.
-    """
-
-    def __init__(self, updates_per_env_step: float, max_burst: int) -> None:
-        if not updates_per_env_step > 0:
-            raise ConfigError(f"a ratio must be positive, not {updates_per_env_step}")
-        # One collect may earn more than the cap when it makes many steps; that much is always paid.
-        self.updates_per_env_step = updates_per_env_step
-        self.max_burst = max_burst
-        self.credit = 0.0
-
-    def earn(self, steps: int) -> None:
-        earned = steps * self.updates_per_env_step
-        self.credit = min(self.credit + earned, max(self.max_burst, earned))
-
-    @property
-    def owed(self) -> int:
-        # The tiny margin keeps 0.1 * 10 from being 0.9999 updates.
-        return int(self.credit + 1e-9)
-
-    def pay(self) -> None:
-        self.credit -= 1.0
-
-
 PHASE_TYPES = ("online", "offline", "eval_only")
 BUILT_IN_HOOKS = ("collect", "evaluate")
-DEFAULT_MAX_BURST = 64  # updates; see cadence.Ratio
+DEFAULT_MAX_BURST = 64  # updates; see Ratio
 
 _PHASE_KEYS = {
     "name",
@@ -125,20 +35,20 @@ _EVALUATE_KEYS = set(EVERY_KEYS) | {"repeat", "episodes"}
 
 @dataclass(frozen=True)
 class HookInfo:
-    """What the scheduler must know of a workflow's hook."""
+    """The properties of a workflow's hook that the scheduler needs."""
 
     kind: str = "update"  # update | transform | evolve
-    replayed_steps: int = 0  # environment steps that one call replays; 0 without a batch
+    replayed_steps: int = 0  # environment steps in one batch; 0 without a batch
 
 
 @dataclass(frozen=True)
 class HookUse:
-    """One entry of `workflow_hooks`, per cycle: `repeat` times, or by ratio, or when a cadence is due."""
+    """One entry of `workflow_hooks`: runs `repeat` times per cycle, by a ratio, or when a cadence is due."""
 
     name: str
     kind: str  # collect | evaluate | update | transform | evolve
     repeat: int = 1
-    env_steps: int = 0  # collect: go on until so many steps this cycle
+    env_steps: int = 0  # collect: steps per cycle
     updates_per_env_step: float | None = None
     max_burst: int = DEFAULT_MAX_BURST
     every: Mapping[str, int] = field(default_factory=dict)  # counter -> limit, e.g. {"env_steps": 10000}
@@ -152,13 +62,13 @@ class PhaseDefinition:
     name: str
     type: str
     hooks: tuple[HookUse, ...]
-    buffer: Mapping[str, float]  # name -> share of each batch; collected rows go to the first
+    buffer: Mapping[str, float]  # name -> share of each batch; collected rows are added to the first
     duration_steps: int | None = None
     duration_updates: int | None = None
     duration_cycles: int | None = None
     set: Mapping[str, Any] = field(default_factory=dict)
     freeze: tuple[str, ...] = ()
-    iteration: int = 0  # how often its group has been run before
+    iteration: int = 0  # of its group, from 0
 
     @property
     def collects(self) -> bool:
@@ -172,16 +82,18 @@ class PhaseDefinition:
 def parse_phases(
     raw: Sequence[Mapping[str, Any]], hooks: Mapping[str, HookInfo], buffers: Iterable[str]
 ) -> list[PhaseDefinition]:
-    """The flat list of phases to walk; groups (`repeat:` with `phases:`) are written out.
+    """Return the phases as a flat list; groups (`repeat:` with `phases:`) are expanded.
 
-    A phase with a duration of 0 is checked and left out: a config can switch a stage off by its number.
+    A phase with a duration of 0 is checked and skipped, so that a config can disable it.
     """
     if not raw:
-        raise ConfigError("training.phases is empty: give at least one phase with workflow_hooks")
+        raise ConfigError("training.phases is empty: add at least one phase with workflow_hooks")
     flat = _flatten(raw, hooks, list(buffers), iteration=0, where="training.phases")
     phases = [phase for phase in flat if not phase.skipped]
     if not phases:
-        raise ConfigError("every phase of training.phases has a duration of 0: nothing would be done")
+        raise ConfigError(
+            "training.phases has only phases with a duration of 0: give at least one a longer duration"
+        )
     return phases
 
 
@@ -203,9 +115,9 @@ def _flatten(
             reject_unknown(group, node, {"repeat", "phases"})
             repeat = node.get("repeat", 1)
             if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 1:
-                raise ConfigError(f"{group}.repeat must be a whole number of at least 1, not {repeat!r}")
-            for again in range(repeat):
-                flat += _flatten(node["phases"], hooks, buffers, again, f"{group}.phases")
+                raise ConfigError(f"{group}.repeat must be an integer of at least 1, not {repeat!r}")
+            for repetition in range(repeat):
+                flat += _flatten(node["phases"], hooks, buffers, repetition, f"{group}.phases")
         else:
             flat.append(_phase(node, hooks, buffers, iteration, f"{where}[{number}]"))
     return flat
@@ -219,27 +131,31 @@ def _phase(
     where = f"phase '{name}'"
     phase_type = node.get("type", "online")
     if phase_type not in PHASE_TYPES:
-        raise ConfigError(f"{where} has type '{phase_type}'.{closest(str(phase_type), PHASE_TYPES)}")
+        raise ConfigError(
+            f"{where} has an unknown type '{phase_type}'.{closest(str(phase_type), PHASE_TYPES)}"
+        )
     uses = tuple(_hook_use(item, hooks, where) for item in node.get("workflow_hooks", ()))
     if not uses:
-        raise ConfigError(f"{where} has no workflow_hooks")
+        raise ConfigError(f"{where} has no workflow_hooks: add at least one")
     durations = {
         key: _count(where, key, node.get(key), least=0) for key in _PHASE_KEYS if key.startswith("duration_")
     }
-    endless = all(value is None for value in durations.values())
-    if phase_type == "eval_only" and endless:
+    unbounded = all(value is None for value in durations.values())
+    if phase_type == "eval_only" and unbounded:
         durations["duration_cycles"] = 1
-    if phase_type == "offline" and endless:
+    if phase_type == "offline" and unbounded:
         if not all(use.kind == "transform" for use in uses):
             raise ConfigError(
-                f"{where} is offline and would never end: give duration_updates or duration_cycles"
+                f"{where} is offline and would never end: set duration_updates or duration_cycles"
             )
         durations["duration_cycles"] = 1
     for use in uses:
         if use.kind == "collect" and phase_type != "online":
-            raise ConfigError(f"{where} is {phase_type} and cannot collect; make it online or drop the hook")
+            raise ConfigError(
+                f"{where} is {phase_type} and cannot collect: make it online or remove the hook"
+            )
         if use.kind != "evaluate" and phase_type == "eval_only":
-            raise ConfigError(f"{where} is eval_only; its only hook can be evaluate, not {use.name}")
+            raise ConfigError(f"{where} is eval_only and can only have the hook evaluate: remove {use.name}")
     return PhaseDefinition(
         name=name,
         type=phase_type,
@@ -259,12 +175,10 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str) -> HookUse:
         name, node = next(iter(item.items()))
         node = dict(node or {})
     else:
-        raise ConfigError(f"{where}: a hook is a name or one 'name: {{…}}', not {item!r}")
+        raise ConfigError(f"{where}: a hook must be a name or one 'name: {{…}}', not {item!r}")
     known = {*BUILT_IN_HOOKS, *hooks}
     if name not in known:
-        raise ConfigError(
-            f"{where} names a hook '{name}' that the workflow does not have.{closest(name, known)}"
-        )
+        raise ConfigError(f"{where} has an unknown hook '{name}'.{closest(name, known)}")
     kind = name if name in BUILT_IN_HOOKS else hooks[name].kind
     where = f"{where}, hook '{name}'"
     keys = {"collect": _COLLECT_KEYS, "evaluate": _EVALUATE_KEYS}.get(kind, _HOOK_KEYS)
@@ -272,9 +186,9 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str) -> HookUse:
     every = {
         EVERY_KEYS[key]: _count(where, key, node[key]) for key in EVERY_KEYS if node.get(key) is not None
     }
-    pace = [key for key in ("repeat", "env_steps", *_RATIO_KEYS) if node.get(key) is not None]
-    if len(pace) + bool(every) > 1:
-        raise ConfigError(f"{where} has {' and '.join(sorted(key for key in node))}; give one pace")
+    rates = [key for key in ("repeat", "env_steps", *_RATIO_KEYS) if node.get(key) is not None]
+    if len(rates) + bool(every) > 1:
+        raise ConfigError(f"{where} has {' and '.join(sorted(key for key in node))}: set only one of them")
     return HookUse(
         name=name,
         kind=kind,
@@ -294,19 +208,19 @@ def _ratio(where: str, node: Mapping[str, Any], info: HookInfo | None) -> float 
         if replayed is None:
             return None
         if info is None or not info.replayed_steps:
-            raise ConfigError(f"{where} replays no batch, so it has no replayed_steps_per_env_step")
+            raise ConfigError(f"{where} has no batch, so replayed_steps_per_env_step must be removed")
         value = float(replayed) / info.replayed_steps
     if not float(value) > 0:
-        raise ConfigError(f"{where}: a ratio must be positive, not {value}")
+        raise ConfigError(f"{where}: its updates per environment step must be positive, not {value}")
     return float(value)
 
 
 def _count(where: str, key: str, value: Any, *, least: int = 1) -> int | None:
     if value is None:
         return None
-    # YAML reads 1e6 as a float: a whole float is a count.
+    # YAML reads 1e6 as a float, so floats with an integer value are accepted.
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
-        raise ConfigError(f"{where}: {key} must be a whole number of at least {least}, not {value!r}")
+        raise ConfigError(f"{where}: {key} must be an integer of at least {least}, not {value!r}")
     return int(value)
 
 
@@ -319,7 +233,96 @@ def _buffer_shares(node: Any, buffers: list[str], where: str) -> dict[str, float
         shares = {str(name): float(share) for name, share in node.items()}
     for name, share in shares.items():
         if name not in buffers:
-            raise ConfigError(f"{where} names a buffer '{name}' that does not exist.{closest(name, buffers)}")
+            raise ConfigError(f"{where} has an unknown buffer '{name}'.{closest(name, buffers)}")
         if not share > 0:
             raise ConfigError(f"{where}: the share of buffer '{name}' must be positive, not {share}")
     return shares
+
+
+# ---------------------------------------------------------------- cadences and ratios
+
+
+class Every:
+    """Fires once whenever a counter passes a multiple of its limit, however large one increment is.
+
+    With several counters (`{every_env_steps: 1000, every_updates: 500}`) the first one is the main counter.
+    The others also fire at their multiples, but at least one full limit after the last firing. An offline
+    phase, which takes no environment steps, is therefore logged too, and a joint phase is not logged twice in
+    a row.
+    """
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        for counter, limit in limits.items():
+            if limit < 1:
+                raise ConfigError(f"every_{counter} must be at least 1, not {limit}")
+        self.limits = dict(limits)
+        self.passed = dict.fromkeys(limits, 0)
+
+    @classmethod
+    def from_config(cls, node: Mapping[str, Any] | None) -> Every | None:
+        """`{every_env_steps: 1000}` -> Every; None if the node has no limits."""
+        node = node or {}
+        limits = {EVERY_KEYS[key]: int(node[key]) for key in EVERY_KEYS if node.get(key) is not None}
+        return cls(limits) if limits else None
+
+    def due(self, counters: Mapping[str, int]) -> bool:
+        """Return whether a counter has passed a multiple since the last call of `fired`."""
+        return any(counters[name] // limit > self.passed[name] for name, limit in self.limits.items())
+
+    def fired(self, counters: Mapping[str, int]) -> None:
+        main = next(iter(self.limits))
+        # Rounded up: the next multiple of another counter is at least one full limit away.
+        self.passed = {
+            name: counters[name] // limit if name == main else -(-counters[name] // limit)
+            for name, limit in self.limits.items()
+        }
+
+
+@dataclass
+class Cadences:
+    """When to log, evaluate, report and save; None: never."""
+
+    log: Every | None = None
+    evaluate: Every | None = None
+    report: Every | None = None
+    checkpoint: Every | None = None
+    epoch_weights: Every | None = None
+
+    def items(self) -> list[tuple[str, Every]]:
+        return [(name, every) for name, every in vars(self).items() if every is not None]
+
+    def get_state(self) -> dict[str, dict[str, int]]:
+        return {name: dict(every.passed) for name, every in self.items()}
+
+    def set_state(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        """Restore the state; a counter that is new on resume starts from 0."""
+        for name, every in self.items():
+            every.passed |= {key: int(n) for key, n in state.get(name, {}).items() if key in every.passed}
+
+
+class Ratio:
+    """Counts the updates that are due for environment steps, as fractional credit.
+
+    The credit is capped, so that steps that were collected without updates are not followed by one long
+    burst.
+    """
+
+    def __init__(self, updates_per_env_step: float, max_burst: int) -> None:
+        if not updates_per_env_step > 0:
+            raise ConfigError(f"updates_per_env_step must be positive, not {updates_per_env_step}")
+        # One collect of many steps may earn more than the cap; those updates are never dropped.
+        self.updates_per_env_step = updates_per_env_step
+        self.max_burst = max_burst
+        self.credit = 0.0
+
+    def earn(self, steps: int) -> None:
+        earned = steps * self.updates_per_env_step
+        self.credit = min(self.credit + earned, max(self.max_burst, earned))
+
+    @property
+    def updates_due(self) -> int:
+        # The margin makes 0.1 * 10 one update despite rounding.
+        return int(self.credit + 1e-9)
+
+    def spend(self) -> None:
+        self.credit -= 1.0

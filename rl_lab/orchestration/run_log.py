@@ -1,4 +1,4 @@
-"""What a run says about itself at the log cadence: metrics, returns, rates, where the time went."""
+"""RunLog: metrics, returns, rates and timings between two log lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_lab.utils.metrics import Stopwatch, prefixed
 
 
 class RunLog:
-    """Collects between log lines; `write` drains everything into the logger and the progress display."""
+    """Accumulates metrics; `write` sends them to the logger and the progress display."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class RunLog:
         stopwatch: Stopwatch | None = None,
         frames_per_step: int = 1,
         total_steps: int | None = None,
-        gauges: Callable[[], Mapping[str, float]] = dict,  # further metrics, read when a line is written
+        gauges: Callable[[], Mapping[str, float]] = dict,  # further metrics, read at every log line
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.logger = logger
@@ -38,7 +38,7 @@ class RunLog:
         self._since = (clock(), 0, 0)
 
     def begin(self, totals: Mapping[str, int]) -> None:
-        """Rates count from here (a resumed run starts at its own step)."""
+        """Start measuring rates at these counters (a resumed run does not start at 0)."""
         self._since = (self.clock(), totals["env_steps"], totals["updates"])
 
     def collected(self, metrics: Mapping[str, float], episodes: list[Episode]) -> None:
@@ -47,14 +47,14 @@ class RunLog:
         self._episodes += episodes
 
     def counters(self, totals: Mapping[str, int]) -> dict[str, int]:
-        """Agent steps, environment frames and updates, side by side in every line."""
+        """Return agent steps, environment frames and updates: they are part of every log line."""
         steps = totals["env_steps"]
         return {"step": steps, "frames": steps * self.frames_per_step, "updates": totals["updates"]}
 
     def write(
         self, totals: Mapping[str, int], meters: Iterable[tuple[str, Any]], *, phase: str, progress: float
     ) -> dict[str, float]:
-        """One log line. `meters`: (prefix, MetricMeter) of each hook; returns what was logged."""
+        """Write one log line and return it. `meters`: (prefix, MetricMeter) of each hook."""
         metrics: dict[str, float] = {}
         for prefix, meter in meters:
             metrics |= prefixed(meter.drain(), prefix)

@@ -1,4 +1,4 @@
-"""Everything a run must remember, as one dict, and back again."""
+"""The complete state of a run as one dict, for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_lab.utils.seeding import Generators
 
 
 class RunState:
-    """Gathers and restores the state of the parts that it was given; any of them may be absent."""
+    """Gathers and restores the state of all parts of a run; any of them may be absent."""
 
     def __init__(
         self,
@@ -39,10 +39,11 @@ class RunState:
         self.collector = collector
 
     def gather(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        # First what is under way is settled: actions in flight, batches fetched ahead.
+        """Return the state of all parts."""
+        # First finish what is in progress: receive the results in flight, drop prefetched batches.
         collector = self.collector.get_state() if self.collector is not None else {}
         if self.storage is not None:
-            self.storage.settle()
+            self.storage.drop_prefetched()
         snapshot = getattr(self.workflow, "_snapshot_episode_tracking", dict)
         return {
             "version": CHECKPOINT_VERSION,
@@ -62,7 +63,7 @@ class RunState:
         }
 
     def _observation_statistics(self) -> dict[str, Any] | None:
-        """Beside the weights, so that whoever acts with them can see as they were trained to."""
+        """Stored with the weights: a policy needs the statistics that it was trained with."""
         environment = getattr(self.collector, "environment", None)
         normalizer = getattr(environment, "normalizer", None)
         return None if normalizer is None else normalizer.get_state()
@@ -73,22 +74,24 @@ class RunState:
         }
 
     def restore(self, state: Mapping[str, Any], empty_buffers: Sequence[str] = ()) -> None:
-        """Load a full state. Buffers' rows are restored apart, before this; `empty_buffers` lack some or all.
+        """Load a complete state. Buffer rows are restored before; `empty_buffers` lack some or all of them.
 
-        CheckpointError for whatever does not fit: a whole file may still be of other code.
+        Raises CheckpointError if the state does not fit: an intact file may come from other code.
         """
         name = type(self.workflow).__name__
         made_by = state.get("workflow_name")
         if made_by != name:
-            raise CheckpointError(f"the checkpoint was made by {made_by}, this run uses {name}")
+            raise CheckpointError(
+                f"the checkpoint was saved by {made_by}, but this run uses {name}: resume it with {made_by}"
+            )
         try:
             self._restore(state, empty_buffers)
         except LabError:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"the checkpoint does not fit this code: {unexpected(error)}. It was made by another version of "
-                f"{name} or of a part, or of the lab"
+                f"the checkpoint was saved by another version of {name}, of one of its parts or of RL Lab, "
+                f"and does not fit this code: {unexpected(error)}"
             ) from error
 
     def _restore(self, state: Mapping[str, Any], empty_buffers: Sequence[str]) -> None:
@@ -115,8 +118,9 @@ class RunState:
             if self.storage is not None:
                 self.storage.restart_streams(fresh)
             warnings.warn(
-                f"environments {fresh} did not come back to the observation they were left at: they are not "
-                "deterministic, or their episode had more than environment.history_limit actions; they begin a new one",
+                f"environments {fresh} start a new episode: replaying their actions did not lead to the "
+                "saved observation (they are not deterministic), or there were more than "
+                "environment.history_limit actions",
                 stacklevel=2,
             )
         reset_rollout = getattr(self.workflow, "_reset_rollout_state", None)

@@ -1,1 +1,1 @@
-"""The verbs of the command line (rl_lab/cli.py names their modules), and what they share."""
+"""The commands of the command line (rl_lab/cli.py names their modules) and their shared code."""

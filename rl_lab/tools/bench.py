@@ -1,4 +1,4 @@
-"""`rl-lab bench X`: run benchmarks/X.py of the checkout, print its rows, and keep them with commit and machine.
+"""`rl-lab bench X`: run benchmarks/X.py of the checkout and print its rows; --json writes them to a file.
 
 A benchmark is a file with `run(argv: list[str]) -> list[dict]`; each row is {"name", "value", "unit"}.
 """
@@ -15,16 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_lab.errors import LabError, closest
+from rl_lab.errors import LabError, checkout, closest
 from rl_lab.tools.doctor import commit, describe_machine
 from rl_lab.tools.terminal import print_table
 from rl_lab.utils.files import write_json_atomic
-from rl_lab.utils.install import checkout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="which benchmark; without it, the list of them")
-    # Everything behind the name is taken here, and `--json` is picked out of it in main: argparse cannot do both.
+    parser.add_argument("name", nargs="?", help="benchmark to run (default: list all)")
+    # All words after the name are collected here, and main extracts `--json`: argparse cannot do both.
     parser.add_argument(
         "options", nargs=argparse.REMAINDER, help="options of the benchmark (NAME --help shows them)"
     )
@@ -51,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_benchmark(name: str, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Run one benchmark; returns what `--json` writes."""
+    """Run one benchmark; returns the content for `--json`."""
     module = load_benchmark(name)
     rows = [_checked(name, row) for row in module.run(list(options))]
     return {
@@ -65,16 +64,16 @@ def run_benchmark(name: str, options: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def load_benchmark(name: str) -> ModuleType:
-    """The module benchmarks/<name>.py, loaded by its path."""
+    """Import benchmarks/<name>.py by its path."""
     folder = benchmark_folder()
     known = benchmark_files(folder)
     if name not in known:
-        raise LabError(f"there is no benchmark '{name}' in {folder}.{closest(name, known)}")
+        raise LabError(f"'{name}': there is no benchmark of that name in {folder}.{closest(name, known)}")
     module_name = f"rl_lab_benchmark_{name}"
     spec = importlib.util.spec_from_file_location(module_name, known[name])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and worker processes look themselves up here
+    sys.modules[module_name] = module  # dataclasses and worker processes look up their module here
     spec.loader.exec_module(module)
     if not callable(getattr(module, "run", None)):
         raise LabError(f"{known[name]} has no function run(argv) that returns rows of name, value and unit")
@@ -85,19 +84,19 @@ def benchmark_folder() -> Path:
     root = checkout()
     if root is None or not (root / "benchmarks").is_dir():
         raise LabError(
-            "benchmarks are in the source tree, and this rl_lab is installed without it: clone the repository, "
-            "then `pip install -e .` in it and run rl-lab bench again"
+            "benchmarks are part of the source tree, but this rl_lab is installed without it: clone the repository, "
+            "run `pip install -e .` in it, then run rl-lab bench again"
         )
     return root / "benchmarks"
 
 
 def benchmark_files(folder: Path) -> dict[str, Path]:
-    """Name -> file, without those that begin with an underscore."""
+    """Return name -> file; names that start with an underscore are skipped."""
     return {file.stem: file for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")}
 
 
 def describe_benchmarks() -> dict[str, str]:
-    """Name -> first line of its docstring, read without running it."""
+    """Return name -> first line of its docstring, without importing it."""
     import ast
 
     texts = {}
@@ -108,14 +107,14 @@ def describe_benchmarks() -> dict[str, str]:
 
 
 def _checked(benchmark: str, row: Any) -> dict[str, Any]:
-    """The row as it is written: exactly name, value, unit; a value that is not finite becomes null."""
+    """Validate a row: name, value and unit are required; a value that is not finite becomes null."""
     fits = isinstance(row, Mapping) and {"name", "value", "unit"} <= set(row)
     value: Any = row["value"] if fits else None
     if hasattr(value, "item"):  # numpy and torch scalars
         value = value.item()
     if not fits or (value is not None and (isinstance(value, bool) or not isinstance(value, int | float))):
         raise LabError(
-            f"benchmark '{benchmark}' gave a row that is not name, value (a number) and unit: {row!r}"
+            f"benchmark '{benchmark}' returned a row that is not name, value (a number) and unit: {row!r}"
         )
     finite = value is not None and math.isfinite(value)
     extra = {key: item for key, item in row.items() if key not in ("name", "value", "unit")}

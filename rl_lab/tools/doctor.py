@@ -1,4 +1,4 @@
-"""`rl-lab doctor`: what this machine has, what is missing, and the line that puts it right."""
+"""`rl-lab doctor`: report hardware, packages and rendering, and the commands that install what is missing."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rl_lab
+from rl_lab.errors import DISTRIBUTION, FORMER_NAME, PACKAGE, checkout, install_line
 from rl_lab.tools.terminal import print_table
-from rl_lab.utils.install import DISTRIBUTION, FORMER_NAME, PACKAGE, checkout, install_line
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 
-# --------------------
-# Facts about this machine and this code that results are kept with. The host's name is left out on purpose.
+# --- Machine and commit ---
+
+# Benchmarks and results store these values. The host name is left out on purpose.
 
 
 def commit() -> str:
-    """Commit of the checkout, with `-dirty` behind it when files differ from it; "" without a checkout."""
+    """Return the checkout's commit, with `-dirty` appended if files differ from it; "" without a checkout."""
     if checkout() is None:
         return ""
     revision = _git("rev-parse", "HEAD")
@@ -59,7 +60,7 @@ def cpu_model() -> str:
 
 
 def usable_cpus() -> int:
-    """Cores that this process may use, which in a container is often fewer than there are."""
+    """Return the number of cores that this process may use, often fewer than the machine has."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -71,7 +72,7 @@ def usable_cpus() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Memory in all and free to use, within the container's limit; zeros when it cannot be told."""
+    """Return total and available memory within the container's limit; zeros if unknown."""
     try:
         import psutil
     except ImportError:
@@ -87,7 +88,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What a benchmark's numbers depend on. Loads torch when it is there."""
+    """Return the hardware and software that benchmark results depend on. Imports torch if it is installed."""
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
         "cpus": usable_cpus(),
@@ -108,22 +109,21 @@ def describe_machine() -> dict[str, Any]:
     return facts
 
 
-# --------------------
-# What the project says it needs, and what of it is installed. Metadata only: nothing is imported.
+# --- Requirements ---
 
-
-AUTHORS = "The RL Lab authors"  # of pyproject.toml: every build of this project has it in its metadata
+# Read from metadata only: nothing is imported.
+AUTHORS = "The RL Lab authors"  # from pyproject.toml: every build of this project has it in its metadata
 
 
 @dataclass
 class Declared:
-    """Requirements of the core, and of each extra."""
+    """Declared requirements of the core and of each extra."""
 
     core: list[Requirement] = field(default_factory=list)
     extras: dict[str, list[Requirement]] = field(default_factory=dict)
 
     def of_extra(self, name: str) -> list[Requirement]:
-        """An extra's requirements, with extras of our own that it names written out."""
+        """Return an extra's requirements; RL Lab's own extras in it are expanded."""
         found: list[Requirement] = []
         for requirement in self.extras[name]:
             if _canonical(requirement.name) == DISTRIBUTION:
@@ -136,16 +136,16 @@ class Declared:
 
 @dataclass(frozen=True)
 class Package:
-    """One requirement and what was found for it."""
+    """One requirement and the installed version."""
 
     name: str
     version: str | None  # None: not installed
-    wanted: str  # the version specifier, "" for any
-    fits: bool  # installed, and of a version that was asked for
+    wanted: str  # version specifier, "" for any
+    fits: bool  # installed, and the version matches
 
 
 def declared() -> Declared:
-    """From pyproject.toml in a checkout (an editable install's metadata grows old), else from the metadata."""
+    """Read requirements from pyproject.toml in a checkout (its metadata may be outdated), else from metadata."""
     root = checkout()
     if root is not None:
         import tomllib
@@ -173,7 +173,7 @@ def declared() -> Declared:
 
 
 def find(requirement: Requirement) -> Iterator[Package]:
-    """The package itself, then what its own extras ask for (`gymnasium[box2d]` needs box2d)."""
+    """Yield the package itself, then the packages of its extras (`gymnasium[box2d]` needs box2d)."""
     version = version_of(requirement.name)
     fits = version is not None and requirement.specifier.contains(version, prereleases=True)
     yield Package(requirement.name, version, str(requirement.specifier), fits)
@@ -181,7 +181,7 @@ def find(requirement: Requirement) -> Iterator[Package]:
         return
     for inner in _parse(metadata.requires(requirement.name) or []):
         if inner.marker is None or inner.marker.evaluate({"extra": ""}):
-            continue  # its plain dependencies came with it
+            continue  # pip installed its plain dependencies
         if any(inner.marker.evaluate({"extra": extra}) for extra in requirement.extras):
             yield from find(inner)
 
@@ -194,30 +194,29 @@ def version_of(name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Namesake:
-    """Something installed under the name `rl-lab` that has a package rl_lab."""
+class FormerInstall:
+    """A distribution installed under the former name `rl-lab` that contains a package rl_lab."""
 
     version: str
-    folder: Path  # it is installed in
-    ours: bool  # this project, from the time when it had that name
-    over_ours: bool  # its rl_lab/__init__.py is the one of the running rl_lab
+    folder: Path  # where it is installed
+    ours: bool  # an old version of this project
+    overwrites: bool  # its rl_lab/__init__.py is the one of the running rl_lab
 
 
-def namesakes() -> list[Namesake]:
-    """What is installed as `rl-lab`, as far as Python can find it from here."""
+def former_installs() -> list[FormerInstall]:
+    """Return the distributions installed as `rl-lab` that this Python can find."""
     root = checkout()
-    found: dict[Path, Namesake] = {}
+    found: dict[Path, FormerInstall] = {}
     for item in metadata.distributions(name=FORMER_NAME):
         folder = Path(str(item.locate_file(""))).resolve()
         ours = item.metadata["Author"] == AUTHORS
-        if folder in found or (
-            ours and folder == root
-        ):  # a build's *.egg-info in the source tree: no install
+        # *.egg-info in the source tree is not an install.
+        if folder in found or (ours and folder == root):
             continue
         modules = [file for file in item.files or [] if file.as_posix() == "rl_lab/__init__.py"]
         if ours or modules:
-            over_ours = any(Path(str(file.locate())).resolve().parent == PACKAGE for file in modules)
-            found[folder] = Namesake(item.version, folder, ours, over_ours)
+            overwrites = any(Path(str(file.locate())).resolve().parent == PACKAGE for file in modules)
+            found[folder] = FormerInstall(item.version, folder, ours, overwrites)
     return list(found.values())
 
 
@@ -236,12 +235,17 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+# --- Command ---
+
 LOW_DISK = 2 * 2**30  # bytes: a few checkpoints with replay
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: ok, warn (works, but), missing (optional), bad (the core does not work like this), - (a fact)."""
+    """One line of the report.
+
+    Levels: ok, warn (works with a problem), missing (optional), bad (the core does not work), - (info).
+    """
 
     level: str
     name: str
@@ -250,12 +254,12 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--output-root", metavar="DIR", help="where runs are written (default: as `train` would)"
+        "--output-root", metavar="DIR", help="folder of the runs (default: the same as `train`)"
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print every section; 1 when the core lacks something or another package is in its place, else 0."""
+    """Print every section; returns 1 if the core is incomplete or overwritten by another package, else 0."""
     sections = examine(output_root=args.output_root)
     for title, findings in sections:
         print_table([(item.level, item.name, item.text) for item in findings], title=title)
@@ -263,17 +267,15 @@ def main(args: argparse.Namespace) -> int:
     levels = [item.level for _, findings in sections for item in findings]
     bad, warnings = levels.count("bad"), levels.count("warn")
     if bad:
-        print(
-            f"{bad} thing{'s' if bad > 1 else ''} to put right before rl-lab works: see the lines marked bad"
-        )
+        print(f"{bad} problem{'s' if bad > 1 else ''} to fix before rl-lab works: see the lines marked bad")
         return 1
     print("ready" + (f", with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""))
     return 0
 
 
 def examine(output_root: str | None = None) -> list[tuple[str, list[Finding]]]:
-    """Sections of findings, in the order they are shown."""
-    # Without packaging nothing can be compared; check_core says so.
+    """Return sections of findings in display order."""
+    # Without packaging no version can be compared; check_core reports it.
     needs = declared() if version_of("packaging") else Declared()
     return [
         ("RL Lab", check_code()),
@@ -282,7 +284,7 @@ def examine(output_root: str | None = None) -> list[tuple[str, list[Finding]]]:
         ("torch", check_torch()),
         ("Rendering and video", check_rendering()),
         ("Extras", check_extras(needs)),
-        ("Versions that do not go together", check_pairs(version_of)),
+        ("Incompatible versions", check_pairs(version_of)),
     ]
 
 
@@ -292,7 +294,7 @@ def check_code() -> list[Finding]:
     python = platform.python_version()
     old = sys.version_info < (3, 11)
     return [
-        # Another project's rl_lab/__init__.py may have been written over ours.
+        # Another project's rl_lab/__init__.py may have overwritten this one, so __version__ may be missing.
         Finding("ok", "rl-lab", f"{getattr(rl_lab, '__version__', 'of an unknown version')}, {place}"),
         Finding("-", "commit", commit() or "unknown: no git checkout with a commit"),
         Finding(
@@ -300,23 +302,23 @@ def check_code() -> list[Finding]:
             "Python",
             python + (": 3.11 or newer is needed" if old else f", {sys.executable}"),
         ),
-        *check_namesakes(),
+        *check_former_installs(),
     ]
 
 
-def check_namesakes() -> list[Finding]:
-    """What is installed as `rl-lab`: another project on the package index, or this one from before it was renamed."""
-    cure = f"pip uninstall -y {FORMER_NAME} && {install_line(again=True)}"
+def check_former_installs() -> list[Finding]:
+    """Report what is installed as `rl-lab`: another project, or this one before it was renamed."""
+    fix = f"pip uninstall -y {FORMER_NAME} && {install_line(again=True)}"
     findings = []
-    for item in namesakes():
+    for item in former_installs():
         if item.ours:
             text = (
-                f"{item.version} in {item.folder} is RL Lab under its former name, now {DISTRIBUTION}: {cure}"
+                f"{item.version} in {item.folder} is RL Lab under its former name, now {DISTRIBUTION}: {fix}"
             )
             findings.append(Finding("warn", f"former {FORMER_NAME}", text))
             continue
-        harm = "is written over RL Lab" if item.over_ours else "can be imported instead of RL Lab"
-        text = f"{item.version} in {item.folder} is another project, whose rl_lab {harm}: {cure}"
+        effect = "overwrote RL Lab" if item.overwrites else "can be imported instead of RL Lab"
+        text = f"{item.version} in {item.folder} is another project, whose rl_lab {effect}: {fix}"
         findings.append(Finding("bad", f"other {FORMER_NAME}", text))
     return findings
 
@@ -353,7 +355,7 @@ def check_core(needs: Declared) -> list[Finding]:
             Finding(
                 "warn",
                 "rl-lab",
-                f"runs from a bare folder, so its requirements are unknown: {install_line()}",
+                f"runs from a folder without metadata, so its requirements are unknown: {install_line()}",
             )
         ]
     findings = []
@@ -371,7 +373,7 @@ def check_core(needs: Declared) -> list[Finding]:
 
 
 def check_torch() -> list[Finding]:
-    """What torch can compute on; this is the one slow import."""
+    """Report torch and its devices; this is the only slow import."""
     try:
         import torch
     except ImportError as error:
@@ -385,7 +387,7 @@ def check_torch() -> list[Finding]:
             findings.append(Finding("ok", f"cuda:{index}", text))
     else:
         built = (
-            f"built for CUDA {torch.version.cuda}, but no GPU answers"
+            f"built for CUDA {torch.version.cuda}, but no GPU was found"
             if torch.version.cuda
             else "a CPU build of torch"
         )
@@ -396,10 +398,10 @@ def check_torch() -> list[Finding]:
 
 
 def check_rendering() -> list[Finding]:
-    """What can draw, and which of it MuJoCo's suites will take."""
+    """Report rendering libraries, the renderer that MuJoCo's suites will use, and ffmpeg."""
     libraries = {name: ctypes.util.find_library(name) for name in ("EGL", "OSMesa", "GL")}
-    screen = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
-    findings = [Finding("-", "screen", "yes" if screen else "none: windows cannot open, frames can be drawn")]
+    display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
+    findings = [Finding("-", "display", "yes" if display else "none: no windows, but frames can be rendered")]
     findings.append(_mujoco_gl(libraries))
     packages = {"EGL": "libegl1", "OSMesa": "libosmesa6", "GL": "libgl1"}
     for name, library in libraries.items():
@@ -410,28 +412,28 @@ def check_rendering() -> list[Finding]:
 
 
 def _mujoco_gl(libraries: Mapping[str, str | None]) -> Finding:
-    """The renderer of dmc and memory_maze: the user's, or the one that `rl_lab.environments.rendering` chooses."""
+    """Report the renderer of dmc and memory_maze: MUJOCO_GL, or the choice of environments/rendering.py."""
     from rl_lab.environments.rendering import find_renderer
 
     backend = os.environ.get("MUJOCO_GL", "").lower()
     wanted = {"egl": "EGL", "osmesa": "OSMesa"}.get(backend, "")
     if wanted and libraries[wanted] is None:
         return Finding(
-            "warn", "MUJOCO_GL", f"{backend}, but no {wanted} library was found: unset it, or install one"
+            "warn", "MUJOCO_GL", f"{backend}, but no {wanted} library was found: unset it or install one"
         )
     if backend:
         return Finding("ok", "MUJOCO_GL", f"{backend}, as you set it")
     chosen = find_renderer()
     if chosen == "disable":
         text = (
-            "not set, and nothing to draw with: dmc works with observe=proprio only; apt-get install libegl1"
+            "not set, and no renderer was found: dmc works with observe=proprio only; apt-get install libegl1"
         )
         return Finding("missing", "MUJOCO_GL", text)
     where = "on the GPU" if chosen == "egl" and _has_nvidia() else "in software, slowly"
     text = (
         f"not set: {chosen} is chosen ({where})"
         if chosen
-        else "not set: MuJoCo's own choice, a window system"
+        else "not set: MuJoCo chooses, which needs a window system"
     )
     return Finding("ok", "MUJOCO_GL", text)
 
@@ -444,13 +446,13 @@ def _ffmpeg() -> Finding:
     except (ImportError, RuntimeError):
         pass
     found = shutil.which("ffmpeg")
-    # The writer goes through imageio-ffmpeg; a program alone does not help it.
-    where = f" ({found} is there, but not imageio-ffmpeg)" if found else ""
+    # Videos are written through imageio-ffmpeg; the ffmpeg program alone is not enough.
+    where = f" ({found} exists, but imageio-ffmpeg is not installed)" if found else ""
     return Finding("missing", "ffmpeg", f"videos are written as GIF{where}; for mp4: {install_line('video')}")
 
 
 def check_extras(needs: Declared) -> list[Finding]:
-    """One line per extra: its packages with versions, or the line that installs it."""
+    """Report each extra: its packages with versions, or the command that installs it."""
     findings = []
     for extra in needs.extras:
         packages = list(
@@ -460,7 +462,7 @@ def check_extras(needs: Declared) -> list[Finding]:
         unfit = [f"{p.name} {p.version} instead of {p.wanted}" for p in packages if p.version and not p.fits]
         if missing:
             findings.append(
-                Finding("missing", extra, f"{install_line(extra)}   (lacks {', '.join(missing)})")
+                Finding("missing", extra, f"{install_line(extra)}   (missing: {', '.join(missing)})")
             )
         elif unfit:
             findings.append(Finding("warn", extra, f"{', '.join(unfit)}: {install_line(extra)}"))
@@ -470,7 +472,7 @@ def check_extras(needs: Declared) -> list[Finding]:
 
 
 def check_pairs(version: Callable[[str], str | None]) -> list[Finding]:
-    """Versions that install together and then fail; `version(name)` is None for what is absent."""
+    """Report versions that install together but fail; `version(name)` is None if not installed."""
     if version("packaging") is None:
         return []
     from packaging.version import Version
@@ -484,7 +486,7 @@ def check_pairs(version: Callable[[str], str | None]) -> list[Finding]:
         text = "every suite.load fails with mujoco 4: pip install 'dm-control==1.0.50' 'mujoco==3.17.0'"
         findings.append(Finding("warn", f"dm-control + mujoco {version('mujoco')}", text))
     if at_least("omegaconf", "2.4"):
-        text = "hydra 1.3 was written against 2.3: pip install 'omegaconf>=2.3,<2.4'"
+        text = "hydra 1.3 needs omegaconf 2.3: pip install 'omegaconf>=2.3,<2.4'"
         findings.append(Finding("warn", f"omegaconf {version('omegaconf')}", text))
     torch = version("torch")
     if torch and not (at_least("torch", "2.11") and not at_least("torch", "2.14")):
@@ -492,7 +494,7 @@ def check_pairs(version: Callable[[str], str | None]) -> list[Finding]:
             Finding("warn", f"torch {torch}", "tested with 2.11 to 2.13: pip install 'torch>=2.11,<2.14'")
         )
     if version("pygame") and version("pygame-ce"):
-        text = "both install into one folder: pip uninstall -y pygame pygame-ce && pip install pygame-ce"
+        text = "both install into the same folder: pip uninstall -y pygame pygame-ce && pip install pygame-ce"
         findings.append(Finding("warn", "pygame + pygame-ce", text))
     return findings or [Finding("ok", "none found", "")]
 

@@ -1,4 +1,4 @@
-"""`rl-lab eval RUN`: fresh episodes of a trained agent, as a table, JSON, CSV and videos."""
+"""`rl-lab eval RUN`: run new evaluation episodes of a trained agent; write a table, JSON, CSV and videos."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_lab.records import Episode, return_statistics
 from rl_lab.tools.published import Task, normalisation
 from rl_lab.tools.statistics import describe
 from rl_lab.tools.terminal import bounds, number
-from rl_lab.utils.media import film, save_video
+from rl_lab.utils.media import save_video, to_frames
 
 if TYPE_CHECKING:
     from rl_lab.agent import Agent
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run)")
     parser.add_argument("--episodes", type=int, default=20)
-    parser.add_argument("--envs", type=int, help="played side by side (default: environment.eval.num_envs)")
+    parser.add_argument("--envs", type=int, help="parallel environments (default: environment.eval.num_envs)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same episodes")
     parser.add_argument(
-        "--checkpoint", default="last", help="last, best, a step's number, or a file (default: last)"
+        "--checkpoint", default="last", help="last, best, a step number, or a file (default: last)"
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--sample", dest="sample", action="store_true", default=None, help="sample actions")
@@ -53,30 +53,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--best-action",
         dest="sample",
         action="store_false",
-        help="take the likeliest action (default: as the run's config evaluates)",
+        help="take the most likely action (default: training.evaluate.sample of the run's config)",
     )
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change a setting of the evaluation's environments; may be repeated",
+        help="change a setting of the evaluation environments; may be repeated",
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--video",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="film the best, the median and the worst episode",
+        help="record videos of the best, the median and the worst episode",
     )
-    parser.add_argument("--json", metavar="FILE", help="where to write (default: RUN/report/eval.json)")
-    parser.add_argument("--csv", metavar="FILE", help="one line an episode (default: beside the JSON)")
+    parser.add_argument("--json", metavar="FILE", help="output file (default: RUN/report/eval.json)")
+    parser.add_argument("--csv", metavar="FILE", help="one line per episode (default: next to the JSON file)")
 
 
 def main(args: argparse.Namespace) -> int:
     from rl_lab.tools.terminal import print_table
 
-    result = evaluate_run(
+    result = evaluate(
         args.run,
         episodes=args.episodes,
         envs=args.envs,
@@ -110,21 +110,21 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate_run(
+def evaluate(
     run: Path | str | None,
     *,
     episodes: int = 20,
     envs: int | None = None,  # None: environment.eval.num_envs of the run's config
     seed: int = 0,
     checkpoint: str = "last",
-    sample: bool | None = None,  # None: as the run's config evaluates
+    sample: bool | None = None,  # None: training.evaluate.sample of the run's config
     device: str = "auto",
     video: bool = False,
     json_file: str | None = None,
     csv_file: str | None = None,
-    environment: Mapping[str, Any] | None = None,  # changed settings of the evaluation's environments
+    environment: Mapping[str, Any] | None = None,  # changed settings of the evaluation environments
 ) -> dict[str, Any]:
-    """Play fresh episodes; writes JSON, CSV and videos, and returns the JSON's content with `files` and `remarks`."""
+    """Run new episodes; write JSON, CSV and videos; return the JSON's content with `files` and `remarks`."""
     from omegaconf import OmegaConf
 
     from rl_lab.agent import load_agent
@@ -146,18 +146,18 @@ def evaluate_run(
     changes = dict(environment or {}) | ({"num_envs": envs} if envs else {})
     options = {**env_config_options(plain["environment"], evaluation=True), **changes}
     if set(changes) - {"num_envs", "workers"}:
-        _refuse_other_shapes(agent, options)
+        _check_shapes(agent, options)
     evaluator = build_evaluator(agent.config, agent.device, normalizer=agent.normalizer, **changes)
-    notes = ActionNotes()
+    actions = ActionLog()
     num_envs = 0
     with WorkProgress("evaluating", episodes) as progress:
 
         def on_rows(rows: Mapping[str, Any]) -> None:
             nonlocal num_envs
             num_envs = len(rows["reward"])
-            progress.say()
+            progress.show()
             if video:
-                notes.add(rows)
+                actions.add(rows)
 
         evaluation = evaluator.run(
             agent.workflow,
@@ -190,21 +190,21 @@ def evaluate_run(
     write_atomic(csv_target, lambda file: file.write(text.encode()))
     files = {"json": str(json_target), "csv": str(csv_target)}
     remarks: list[str] = []
-    if video:  # last: whatever rendering does to this process, the numbers are safe
+    if video:  # last: the results are written even if rendering ends this process
         try:
             factory = env_factory(**options)
-            takes = {
-                name: notes.take(index, num_envs, evaluation.episodes[index].episode_return)
+            logged = {
+                name: actions.episode(index, num_envs, evaluation.episodes[index].episode_return)
                 for name, index in choose(evaluation.episodes).items()
             }
-            files |= _films(folder.path, agent, evaluation, takes, factory, remarks)
+            files |= _save_videos(folder.path, agent, evaluation, logged, factory, remarks)
         except LabError as error:
             remarks.append(f"no video: {error}")
     return {**result, "files": files, "remarks": remarks}
 
 
 def parse_changes(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words, values as YAML."""
+    """Parse `key=value` words; values are YAML."""
     import yaml
 
     changes: dict[str, Any] = {}
@@ -215,70 +215,73 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
         try:
             changes[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--env {word}: the value is no YAML ({str(error).splitlines()[0]})") from error
+            raise ConfigError(
+                f"--env {word}: the value is not YAML ({str(error).splitlines()[0]})"
+            ) from error
     return changes
 
 
-def _refuse_other_shapes(agent: Agent, options: dict[str, Any]) -> None:
-    """An agent sees and does what it was trained with: settings that change the shapes cannot be evaluated."""
+def _check_shapes(agent: Agent, options: dict[str, Any]) -> None:
+    """ConfigError if the settings change the observation or action shapes that the agent was trained with."""
     from rl_lab.environments.make import probe_spec
 
     spec = probe_spec(**options)
     if spec.observations != agent.spec.observations or spec.action != agent.spec.action:
         raise ConfigError(
-            f"--env changes what the agent sees or does: it was trained with {_shapes(agent.spec)}, and this gives "
-            f"{_shapes(spec)}"
+            f"--env must not change observations or actions: the agent was trained with {_shapes(agent.spec)}, but "
+            f"these settings give {_shapes(spec)}"
         )
 
 
 def _shapes(spec: Any) -> str:
-    seen = ", ".join(f"{name} {array.shape}" for name, array in spec.observations.items())
-    return f"{seen} and {spec.action.kind} actions {spec.action.choices or spec.action.shape}"
+    observations = ", ".join(f"{name} {array.shape}" for name, array in spec.observations.items())
+    return f"{observations} and {spec.action.kind} actions {spec.action.choices or spec.action.shape}"
 
 
-def _films(
+def _save_videos(
     run: Path,
     agent: Agent,
     evaluation: Evaluation,
-    takes: Mapping[str, Take],  # best, median, worst
+    logged: Mapping[str, LoggedEpisode],  # best, median, worst
     factory: EnvFactory,
     remarks: list[str],
 ) -> dict[str, str]:
-    """The chosen episodes on film, and remarks on what they do not show."""
+    """Replay and record the chosen episodes; append remarks on differences and on truncated videos."""
     from rl_lab.tools.terminal import WorkProgress
 
     files: dict[str, str] = {}
-    with WorkProgress("filming", len(takes)) as progress:
-        for name, take in takes.items():
-            shown = play_again(factory, agent.spec.name, take, seed=evaluation.seed)
-            files[f"{name} episode"] = str(save_film(run, name, agent.step, shown))
-            if abs(shown.episode_return - take.episode_return) > 1e-3 * max(1.0, abs(take.episode_return)):
+    with WorkProgress("recording videos", len(logged)) as progress:
+        for name, episode in logged.items():
+            video = replay_episode(factory, agent.spec.name, episode, seed=evaluation.seed)
+            files[f"{name} episode"] = str(save_episode_video(run, name, agent.step, video))
+            if abs(video.episode_return - episode.episode_return) > 1e-3 * max(
+                1.0, abs(episode.episode_return)
+            ):
                 remarks.append(
-                    f"{agent.spec.name} does not repeat itself: the video of the {name} episode shows a return of "
-                    f"{shown.episode_return:.1f}, not {take.episode_return:.1f}"
+                    f"{agent.spec.name} is not deterministic: the video of the {name} episode shows a return of "
+                    f"{video.episode_return:.1f}, not {episode.episode_return:.1f}"
                 )
-            if not shown.whole:
+            if not video.complete:
                 remarks.append(
-                    f"the video of the {name} episode shows its first {len(shown.frames):,} frames"
+                    f"the video of the {name} episode shows only its first {len(video.frames):,} frames"
                 )
             progress.step()
     return {**files, "video": next(iter(files.values()))}
 
 
-# --------------------
-# What the episodes of an evaluation come to: statistics, normalised scores, one line an episode.
+# --- Statistics and tables ---
 
 
 def summary(episodes: Sequence[Episode], task: Task, seed: int) -> dict[str, Any]:
-    """Everything that is said of the episodes, for JSON. The same episodes and seed give the same."""
+    """Return the statistics of the episodes, for JSON; deterministic for the same episodes and seed."""
     returns = [episode.episode_return for episode in episodes]
-    found = describe(returns, seed=seed)
+    statistics = describe(returns, seed=seed)
     result: dict[str, Any] = return_statistics(list(episodes))
     result |= {
-        "return_median": found["median"],
-        "return_iqm": found["iqm"],
-        "return_intervals": found["intervals"],
-        "interval_level": found["level"],
+        "return_median": statistics["median"],
+        "return_iqm": statistics["iqm"],
+        "return_intervals": statistics["intervals"],
+        "interval_level": statistics["level"],
     }
     scale = normalisation(task)
     if scale is not None:
@@ -301,15 +304,15 @@ def summary(episodes: Sequence[Episode], task: Task, seed: int) -> dict[str, Any
 
 
 def episode_lines(episodes: Sequence[Episode], task: Task) -> str:
-    """The episodes as CSV: number, environment, return, length, normalised score, and what the environment told."""
+    """Format the episodes as CSV: number, environment, return, length, normalised score, logged values."""
     scale = normalisation(task)
-    told = sorted({key for episode in episodes for key in episode.log})
+    logged = sorted({key for episode in episodes for key in episode.log})
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["episode", "env", "return", "length", *(["normalised"] if scale else []), *told])
+    writer.writerow(["episode", "env", "return", "length", *(["normalised"] if scale else []), *logged])
     for index, episode in enumerate(episodes):
         scored = [repr(float(scale(episode.episode_return)))] if scale else []
-        logs = [episode.log.get(key, "") for key in told]
+        logs = [episode.log.get(key, "") for key in logged]
         writer.writerow([index, episode.env, repr(episode.episode_return), episode.length, *scored, *logs])
     return text.getvalue()
 
@@ -345,29 +348,28 @@ def _span(pair: list[float] | None) -> str:
     return bounds(*pair) if pair else bounds(None, None)
 
 
-# --------------------
-# Videos of chosen evaluation episodes, played again from their seeds and actions.
-#
-# Which episode was the best is known when all have been played, and only then is one worth rendering. So evaluation
-# notes the actions; an episode is begun again with its own seed, given the same actions, and filmed.
+# --- Videos ---
 
+# The best episode is known only after all episodes are finished, and rendering every one would be slow. So
+# the evaluation logs the actions, and the chosen episodes are replayed from their seed and actions and
+# rendered.
 
-MOST_FRAMES = 1000  # of one video; longer episodes are shown up to there
-LARGEST_SIDE = 320  # pixels; larger frames are reduced, by whole factors
+MOST_FRAMES = 1000  # of one video; the rest of longer episodes is not recorded
+LARGEST_SIDE = 320  # pixels; larger frames are reduced by integer factors
 
 
 @dataclass(frozen=True)
-class Take:
-    """All that is needed to see an episode again."""
+class LoggedEpisode:
+    """Environment, number and actions of an episode: enough to replay it."""
 
-    env: int  # which environment played it
-    number: int  # its how-manieth
+    env: int  # index of the environment
+    number: int  # index of the episode in that environment
     actions: np.ndarray  # (steps, …)
     episode_return: float = 0.0
 
 
-class ActionNotes:
-    """Notes the actions of every episode; give `add` to the Evaluator as `on_rows`."""
+class ActionLog:
+    """Logs the actions of every episode; pass `add` to the Evaluator as `on_rows`."""
 
     def __init__(self) -> None:
         self._open: dict[int, list[Any]] = {}
@@ -375,100 +377,105 @@ class ActionNotes:
         self._counts: dict[int, int] = {}
 
     def add(self, rows: Mapping[str, Any]) -> None:
-        """One vector step's rows, (N, …) each."""
+        """Add the rows of one vector step, (N, …) each."""
         actions = np.asarray(rows["action"])
         ended = np.asarray(rows["terminated"]) | np.asarray(rows["truncated"])
         for env, action in enumerate(actions):
             if rows["is_first"][env]:
                 self._open[env] = []
-            if not ended[env]:  # the action of an episode's last row is never carried out
+            if not ended[env]:  # the action of an episode's last row is never executed
                 self._open[env].append(action.copy())
                 continue
             number = self._counts.get(env, 0)
             self._counts[env] = number + 1
             self._closed[env, number] = np.stack(self._open.pop(env))
 
-    def take(self, index: int, num_envs: int, episode_return: float = 0.0) -> Take:
-        """Episode `index` of an evaluation: environment i plays episodes i, i+n, …"""
+    def episode(self, index: int, num_envs: int, episode_return: float = 0.0) -> LoggedEpisode:
+        """Return episode `index` of an evaluation; environment i runs the episodes i, i+n, …"""
         number, env = divmod(index, num_envs)
-        return Take(env, number, self._closed[env, number], episode_return)
+        return LoggedEpisode(env, number, self._closed[env, number], episode_return)
 
 
 @dataclass(frozen=True)
-class Film:
+class EpisodeVideo:
+    """Frames of a replayed episode."""
+
     frames: np.ndarray  # (T, H, W, 3) uint8
     episode_return: float
-    whole: bool  # whether it shows all of the episode
-    fps: float  # as the environment wishes to be shown
+    complete: bool  # whether it shows the complete episode
+    fps: float  # render_fps of the environment
 
 
 def choose(episodes: Sequence[Episode]) -> dict[str, int]:
-    """Which episodes are the best, the median and the worst by return; of equals the first."""
+    """Return the indices of the best, the median and the worst episode by return; ties go to the first."""
     order = sorted(range(len(episodes)), key=lambda index: (-episodes[index].episode_return, index))
     if len(order) < 3:
         return dict(zip(("best", "worst"), order))
     return {"best": order[0], "median": order[len(order) // 2], "worst": order[-1]}
 
 
-def play_again(factory: Callable[[bool], gymnasium.Env], name: str, take: Take, *, seed: int) -> Film:
-    """Begin the episode again, in this process, and film it.
+def replay_episode(
+    factory: Callable[[bool], gymnasium.Env], name: str, episode: LoggedEpisode, *, seed: int
+) -> EpisodeVideo:
+    """Replay an episode in this process and record its frames.
 
-    seed: of the evaluation. Where the environment cannot be rendered but shows pictures to the agent, those are filmed.
+    seed: seed of the evaluation. If the environment cannot be rendered, image observations are recorded
+    instead.
     """
     from rl_lab.environments.env_runner import episode_seed
 
     frames: list[np.ndarray] = []
-    camera = _Camera(name)
+    renderer = _Renderer(name)
     env: gymnasium.Env | None = None
     try:
         env = factory(True)
-        obs, _ = env.reset(seed=episode_seed(seed, take.env, take.number))
-        frames.append(camera.look(env, obs))
+        obs, _ = env.reset(seed=episode_seed(seed, episode.env, episode.number))
+        frames.append(renderer.frame(env, obs))
         total = 0.0
-        for action in take.actions:
+        for action in episode.actions:
             obs, reward, *_ = env.step(action)
             total += float(reward)
             if len(frames) < MOST_FRAMES:
-                frames.append(camera.look(env, obs))
+                frames.append(renderer.frame(env, obs))
         fps = float(env.metadata.get("render_fps") or 30)
     except LabError:
         raise
-    except (Exception, SystemExit) as error:  # whatever an environment or its renderer does
-        raise LabError(f"{name} failed when it was played again: {one_line(error)}") from error
+    except (Exception, SystemExit) as error:  # an environment or its renderer may raise anything
+        raise LabError(f"{name} failed while the episode was replayed: {one_line(error)}") from error
     finally:
         if env is not None:
-            with contextlib.suppress(Exception, SystemExit):  # the film is there, or why it is not
+            with contextlib.suppress(Exception, SystemExit):  # the frames, or the error, are known already
                 env.close()
-    return Film(np.stack(frames), total, len(frames) == len(take.actions) + 1, fps)
+    return EpisodeVideo(np.stack(frames), total, len(frames) == len(episode.actions) + 1, fps)
 
 
-class _Camera:
-    """What an environment renders; once that is no picture, what the agent is shown."""
+class _Renderer:
+    """Returns rendered frames; after the first failure, image observations."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._renders = True
 
-    def look(self, env: gymnasium.Env, obs: Mapping[str, np.ndarray]) -> np.ndarray:
+    def frame(self, env: gymnasium.Env, obs: Mapping[str, np.ndarray]) -> np.ndarray:
         """(H, W, 3) uint8"""
         if self._renders:
             try:
                 frame = np.asarray(env.render())
-            except (Exception, SystemExit):  # no package, no screen
+            except (Exception, SystemExit):  # no package, no display
                 frame = np.zeros(())
             if frame.ndim == 3 and frame.dtype == np.uint8:
                 return _reduced(frame)
             self._renders = False
         for key, value in obs.items():
             if np.ndim(value) == 3 and value.dtype == np.uint8:
-                return film(value[None], key)[0]
-        raise LabError(f"{self._name} renders no frames here, and shows no picture to the agent")
+                return to_frames(value[None], key)[0]
+        raise LabError(f"{self._name} renders no frames on this machine and has no image observation")
 
 
-def save_film(run: Path, name: str, step: int, shown: Film) -> Path:
-    """media/episodes/test/eval_<name>_<step>.mp4, or .gif where mp4 cannot be."""
+def save_episode_video(run: Path, name: str, step: int, video: EpisodeVideo) -> Path:
+    """Write media/episodes/test/eval_<name>_<step>.mp4, or .gif if mp4 is not possible."""
     target = run / "media" / "episodes" / "test" / f"eval_{name}_{step:09d}"
-    return save_video(target, shown.frames, fps=shown.fps)
+    return save_video(target, video.frames, fps=video.fps)
 
 
 def _reduced(frame: np.ndarray) -> np.ndarray:

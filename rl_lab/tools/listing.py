@@ -1,4 +1,4 @@
-"""`rl-lab list`: what can be chosen by name, one line each, with the words that the config itself begins with."""
+"""`rl-lab list`: configs, suites and benchmarks by name, each with the first comment line of its config."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import rl_lab
 from rl_lab.config import compose as extensions
-from rl_lab.errors import LabError, closest
+from rl_lab.errors import LabError, closest, install_line
 from rl_lab.tools.doctor import declared, find
 from rl_lab.tools.terminal import print_table
-from rl_lab.utils.install import install_line
 
-# What is listed -> (folder of configs, how it is chosen on the command line).
+# Kind -> (config group, how to choose one on the command line).
 GROUPS = {
     "experiments": ("experiment", "rl-lab train +experiment=NAME"),
     "workflows": ("workflow", "workflow=NAME in an experiment"),
@@ -41,7 +40,7 @@ PACKAGED = Path(rl_lab.__file__).resolve().parent / "configs"
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing to choose: its name, what it says of itself, and where it is from when it is not ours."""
+    """One choice: its name, its description, and its file if it is not shipped with RL Lab."""
 
     name: str
     text: str
@@ -56,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="also look in this folder of configs; ./configs is looked at anyway",
+        help="also list this folder of configs; ./configs is always listed",
     )
 
-    parser.add_argument("--suite", metavar="NAME", help="every task of this suite of environments")
+    parser.add_argument("--suite", metavar="NAME", help="list every task of this suite")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -88,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def list_kind(kind: str, folders: Sequence[Path] = (PACKAGED,)) -> tuple[list[Entry], str]:
-    """Entries of one kind, and how one is chosen."""
+    """Return the entries of one kind, and how to choose one."""
     if kind == "benchmarks":
         return _benchmarks(), "rl-lab bench NAME"
     group, how = GROUPS[kind]
@@ -96,7 +95,7 @@ def list_kind(kind: str, folders: Sequence[Path] = (PACKAGED,)) -> tuple[list[En
 
 
 def config_folders(given: Sequence[Path] = ()) -> list[Path]:
-    """The shipped configs, then the user's, then those of installed packages; each folder once."""
+    """Return the shipped configs, then the user's, then those of installed packages; each folder once."""
     for folder in given:
         if not folder.is_dir():
             raise LabError(f"--config-dir {folder}: there is no such folder")
@@ -106,7 +105,7 @@ def config_folders(given: Sequence[Path] = ()) -> list[Path]:
 
 
 def list_configs(group: str, folders: Sequence[Path] = (PACKAGED,)) -> Iterator[Entry]:
-    """Every YAML of a group, folders within it as part of the name ("encoder/mlp")."""
+    """Yield every YAML file of a group; subfolders are part of the name ("encoder/mlp")."""
     for folder in folders:
         base = folder / group
         for file in sorted([*base.rglob("*.yaml"), *base.rglob("*.yml")], key=_natural):
@@ -116,7 +115,7 @@ def list_configs(group: str, folders: Sequence[Path] = (PACKAGED,)) -> Iterator[
 
 
 def describe_config(file: Path) -> str:
-    """The first comment line that is not Hydra's `@package`; else the first `_target_`; else what it is."""
+    """Return the first comment line that is not Hydra's `@package`, or else the first `_target_`."""
     target = ""
     try:
         lines = file.read_text().splitlines()
@@ -130,57 +129,57 @@ def describe_config(file: Path) -> str:
                 return words
         elif text.startswith("_target_:") and not target:
             target = text.removeprefix("_target_:").strip()
-    return target or "no description: give the file a first line that begins with #"
+    return target or "no description: start the file with a comment line"
 
 
 def describe_suites() -> list[tuple[str, str, str, str, str]]:
-    """(suite, ready or missing, extra, some tasks, what it is or the line that installs it)"""
+    """Return (suite, "ready" or "missing", extra, some tasks, description or install command) per suite."""
     import ast
     import importlib.util
 
     try:
         from rl_lab.environments.make import suites
     except ImportError as error:
-        return [("-", "missing", "", "", f"environments cannot be loaded ({error}); rl-lab doctor says more")]
+        return [("-", "missing", "", "", f"environments cannot be loaded ({error}); run rl-lab doctor")]
     extras = declared()
     rows = []
     for suite, module in sorted(suites().items()):
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
-            rows.append((suite, "missing", "", "", f"its module {module} is not there"))
+            rows.append((suite, "missing", "", "", f"its module {module} was not found"))
             continue
-        # Read, not imported: an adapter of another package may be heavy or broken.
+        # Parsed, not imported: an adapter of another package may be slow to import or broken.
         tree = ast.parse(Path(spec.origin).read_text())
         extra = _constant(tree, "EXTRA")
-        lacking = [
+        missing = [
             package.name
             for requirement in (extras.of_extra(extra) if extra in extras.extras else [])
             for package in find(requirement)
             if package.version is None
         ]
         text = (ast.get_docstring(tree) or module).partition("\n")[0].removeprefix(f"Suite `{suite}`: ")
-        state, text = ("missing", install_line(extra)) if lacking else ("ready", text)
+        state, text = ("missing", install_line(extra)) if missing else ("ready", text)
         rows.append((suite, state, extra or "-", _some(_tasks(module)), text))
     return rows
 
 
 def tasks_of(suite: str) -> list[str]:
-    """Every task of a suite; LabError for an unknown one, and for one that is not installed."""
+    """Return every task of a suite; LabError if it is unknown or not installed."""
     from rl_lab.environments.make import suites
 
     known = suites()
     if suite not in known:
-        raise LabError(f"there is no suite '{suite}'.{closest(suite, known)}")
+        raise LabError(f"--suite {suite}: there is no such suite.{closest(suite, known)}")
     tasks = _tasks(known[suite])
     if not tasks:
         state, extra = next((row[1], row[2]) for row in describe_suites() if row[0] == suite)
-        cure = f": {install_line(extra)}" if state == "missing" else ""
-        raise LabError(f"suite '{suite}' tells no tasks{cure}")
+        hint = f": {install_line(extra)}" if state == "missing" else ""
+        raise LabError(f"--suite {suite}: the suite lists no tasks{hint}")
     return tasks
 
 
 def _tasks(module: str) -> list[str]:
-    """What an adapter tells of its tasks; nothing where its package is missing or broken."""
+    """Return the tasks of an adapter; empty if its package is missing or broken."""
     import importlib
 
     try:
@@ -195,7 +194,7 @@ def _some(tasks: Sequence[str], count: int = 2) -> str:
 
 
 def _constant(tree: object, name: str) -> str:
-    """The string that a module assigns to `name` at its top level, or ""."""
+    """Return the string that a module assigns to `name` at its top level, or ""."""
     import ast
 
     assert isinstance(tree, ast.Module)
@@ -209,7 +208,7 @@ def _constant(tree: object, name: str) -> str:
 
 
 def _natural(file: Path) -> list[tuple[int, str]]:
-    """Order in which 1m comes before 12m."""
+    """Sort key that puts 1m before 12m."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", file.as_posix())]
 
 

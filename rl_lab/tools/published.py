@@ -1,4 +1,7 @@
-"""Published scores by task, and what a return is normalised by. The numbers and their sources are in published.yaml."""
+"""Published scores by task and the normalisation of returns.
+
+The data and their sources are in published.yaml.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ ATARI = ("atari", "atari100k")
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Return -> score: `low` (a random agent) becomes 0 and `high` (a person, or the most there is) becomes 1."""
+    """Maps a return to a score: `low` (random agent) becomes 0, `high` (human, or the maximum) becomes 1."""
 
     low: float
     high: float
-    name: str  # of the score: human-normalised, …
+    name: str  # name of the score: human-normalised, …
     source: str
 
     def __call__(self, value: Any) -> Any:
@@ -42,7 +45,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Task:
-    """What a run's config says of its environment, in the lab's names: suite "" for a plain Gymnasium id."""
+    """The task of a run's config with RL Lab's names; suite is "" for a plain Gymnasium id."""
 
     suite: str
     name: str
@@ -84,7 +87,7 @@ class Benchmark:
 
 
 def normalisation(task: Task) -> Normalisation | None:
-    """How returns of a task become comparable scores; None where nothing is published."""
+    """Return the normalisation of a task; None if nothing is published."""
     suite = "atari" if task.suite in ATARI else task.suite
     table = _data()["normalisation"].get(suite)
     if table is None:
@@ -97,7 +100,7 @@ def normalisation(task: Task) -> Normalisation | None:
 
 
 def published(task: Task) -> list[Published]:
-    """Published scores of a task, fewest frames first."""
+    """Return the published scores of a task, fewest frames first."""
     found = [
         Published(block.agent, block.scores[task.name], block.frames, block.source, block.seeds)
         for block in benchmarks()

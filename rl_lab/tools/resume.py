@@ -1,4 +1,4 @@
-"""`rl-lab resume RUN`: go on from the newest good checkpoint."""
+"""`rl-lab resume RUN`: continue training from the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="run folder (default: the newest under ./outputs)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="safe changes, e.g. training.total_timesteps"
+        "overrides", nargs="*", metavar="key=value", help="allowed changes, e.g. training.total_timesteps"
     )
 
 
 def main(args: argparse.Namespace) -> int:
     from rl_lab.run_folder import find_run, output_root
-    from rl_lab.training import resume, undisturbed
+    from rl_lab.training import ignore_output_errors, resume
 
     overrides = list(args.overrides)
     if args.run and "=" in args.run:
@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
         args.run = None
     folder = find_run(args.run, output_root(None))
     result = resume(folder.path, overrides)
-    undisturbed(print)(
+    ignore_output_errors(print)(
         f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
     )
     return 0

@@ -1,16 +1,17 @@
-"""Scores of several runs as one number with an interval, as Agarwal et al. 2021 define them.
+"""Aggregate scores of several runs with confidence intervals, as defined by Agarwal et al. 2021.
 
-"Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv 2108.13264) and its package `rliable`:
+"Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv 2108.13264) and its package
+`rliable`:
 
     mean             mean over tasks of the mean over runs
     median           median over tasks of the mean over runs
-    iqm              mean of the middle half of all runs of all tasks: a quarter of them, rounded down, is left out
-                     at either end
-    optimality_gap   by how much runs fall short of `GOAL` on average; what is above it counts as reaching it
+    iqm              mean of the middle half of all runs of all tasks: a quarter of them, rounded down, is
+                     dropped at each end
+    optimality_gap   mean shortfall of runs from `GOAL`; scores above it count as `GOAL`
     interval         percentiles of the stratified bootstrap: runs are drawn with replacement within each task
 
-Scores are a list with one array per task. Its last axis is the runs, of which tasks may have different numbers; any
-axes before it are done at once, which is how the bootstrap is fast.
+Scores are a list with one array per task. The last axis is the runs, whose number may differ between tasks;
+leading axes are batch axes, which makes the bootstrap fast.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ Aggregate = Callable[[Scores], np.ndarray]
 GOAL = 1.0  # the normalised score that the optimality gap measures against
 LEVEL = 0.95
 REPETITIONS = 50_000  # the package's own default for aggregates
-BAND_REPETITIONS = 2_000  # and for whole curves
-BLOCK = 2_000_000  # numbers drawn at a time
-MOST_DRAWN = 20_000_000  # for many episodes of one run: there fewer repetitions do
+BAND_REPETITIONS = 2_000  # and for curves
+BLOCK = 2_000_000  # values drawn at a time
+MOST_DRAWN = 20_000_000  # for many episodes of one run, where fewer repetitions are enough
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number and where it may lie. Without a second run in any task there are no bounds: they are NaN."""
+    """A value with its interval. The bounds are NaN if no task has a second run."""
 
     value: float
     low: float
@@ -45,7 +46,7 @@ class Interval:
         return bool(np.isfinite(self.low) and np.isfinite(self.high))
 
 
-# ---------------------------------------------------------------- aggregates
+# --- Aggregates ---
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
@@ -72,7 +73,7 @@ def optimality_gap(scores: Scores) -> np.ndarray:
 
 
 def probability_of_improvement(first: Scores, second: Scores) -> float:
-    """How often a run of the first beats a run of the second on the same task, ties counted half; mean over tasks."""
+    """Return the probability that a run of `first` beats one of `second` (ties count half), mean over tasks."""
     wins = []
     for ours, theirs in zip(first, second, strict=True):
         difference = (
@@ -94,7 +95,7 @@ def _pooled(scores: Scores) -> np.ndarray:
     return np.concatenate([np.asarray(task, dtype=np.float64) for task in scores], axis=-1)
 
 
-# ---------------------------------------------------------------- bootstrap
+# --- Bootstrap ---
 
 
 def intervals(
@@ -105,10 +106,10 @@ def intervals(
     repetitions: int = REPETITIONS,
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Each aggregate of the scores, (runs,) per task, with the interval of the stratified bootstrap."""
+    """Return each aggregate of the scores, (runs,) per task, with its stratified bootstrap interval."""
     scores = [np.asarray(task, dtype=np.float64) for task in scores]
     if not scores or not all(task.ndim == 1 and len(task) for task in scores):
-        raise ValueError("scores need one array per task with at least one run each")
+        raise ValueError("scores must be one array per task with at least one run each")
     values = {name: float(aggregate(scores)) for name, aggregate in aggregates.items()}
     if all(len(task) == 1 for task in scores):
         return {name: Interval(value, np.nan, np.nan) for name, value in values.items()}
@@ -122,7 +123,7 @@ def intervals(
 
 
 def resamples(scores: Scores, repetitions: int, seed: int) -> Iterator[list[np.ndarray]]:
-    """Bootstrap samples in blocks: per task (block, runs), drawn with replacement within the task."""
+    """Yield bootstrap samples in blocks: per task (block, runs), drawn with replacement within the task."""
     generator = np.random.default_rng(seed)
     block = max(1, BLOCK // sum(len(task) for task in scores))
     for start in range(0, repetitions, block):
@@ -138,15 +139,15 @@ def band(
     repetitions: int = BAND_REPETITIONS,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """An aggregate along curves, and its interval at each point: value, low, high, (points,) each.
+    """Aggregate curves pointwise with bootstrap intervals: value, low, high, (points,) each.
 
-    Whole runs are drawn, so one draw serves all points.
+    The bootstrap draws complete runs, so one draw is used for all points.
     """
     curves = [np.asarray(task, dtype=np.float64) for task in curves]
     value = aggregate([task.T for task in curves])
     if all(len(task) == 1 for task in curves):
-        nothing = np.full_like(value, np.nan)
-        return value, nothing, nothing
+        unknown = np.full_like(value, np.nan)
+        return value, unknown, unknown
     generator = np.random.default_rng(seed)
     block = max(1, BLOCK // sum(task.size for task in curves))
     drawn = []
@@ -167,23 +168,23 @@ def ratio_band(
     repetitions: int = BAND_REPETITIONS,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Means of values that come in clusters, with intervals from drawing whole clusters: value, low, high, (points,).
+    """Return means of clustered values and their bootstrap intervals over clusters: value, low, high, (points,).
 
-    A point that no value belongs to is NaN.
+    A point without values is NaN.
     """
     sums, counts = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
-    nothing = np.full(sums.shape[1], np.nan)
-    value = np.divide(sums.sum(0), counts.sum(0), out=nothing.copy(), where=counts.sum(0) > 0)
+    unknown = np.full(sums.shape[1], np.nan)
+    value = np.divide(sums.sum(0), counts.sum(0), out=unknown.copy(), where=counts.sum(0) > 0)
     if len(sums) == 1:
-        return value, nothing, nothing
+        return value, unknown, unknown
     generator = np.random.default_rng(seed)
-    # How often each cluster is drawn is all that a resample is: (repetitions, clusters) @ (clusters, points).
+    # A resample is the count of each cluster: (repetitions, clusters) @ (clusters, points).
     times = generator.multinomial(len(sums), np.full(len(sums), 1.0 / len(sums)), size=repetitions).astype(
         np.float64
     )
     drawn_sums, drawn_counts = times @ sums, times @ counts
     ratios = np.divide(drawn_sums, drawn_counts, out=np.full_like(drawn_sums, np.nan), where=drawn_counts > 0)
-    low, high = nothing.copy(), nothing.copy()
+    low, high = unknown.copy(), unknown.copy()
     known = np.isfinite(value)
     if known.any():
         low[known], high[known] = np.nanpercentile(ratios[:, known], _tails(level), axis=0)
@@ -198,7 +199,7 @@ def performance_profile(
     repetitions: int = BAND_REPETITIONS,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The share of runs, over all tasks, that score more than each threshold: value, low, high, (points,) each."""
+    """Return the share of runs, over all tasks, above each threshold: value, low, high, (points,) each."""
     above = [np.asarray(task)[:, None] > thresholds[None, :] for task in scores]
     return band(above, _pooled_mean, level=level, repetitions=repetitions, seed=seed)
 
@@ -211,20 +212,20 @@ def _pooled_median(scores: Scores) -> np.ndarray:
     return np.median(_pooled(scores), axis=-1)
 
 
-# Where there is one task: the median over tasks would be the mean again, so here it is over runs.
+# For a single task the median over tasks would equal the mean, so here the median is over runs.
 OF_ONE_TASK: dict[str, Aggregate] = {"mean": _pooled_mean, "median": _pooled_median, "iqm": iqm}
 
 
 def _tails(level: float) -> tuple[float, float]:
     if not 0.0 < level < 1.0:
-        raise ValueError(f"the level of an interval lies between 0 and 1, not at {level}")
+        raise ValueError(f"level must be between 0 and 1, not {level}")
     return 50.0 * (1.0 - level), 50.0 * (1.0 + level)
 
 
 def describe(
     values: Any, *, level: float = LEVEL, repetitions: int = REPETITIONS, seed: int = 0
 ) -> dict[str, Any]:
-    """Episodes of one run: mean, std, median, IQM, least, greatest, and intervals of mean, median and IQM, for JSON."""
+    """Return mean, std, median, IQM, min, max and intervals of the episodes of one run, for JSON."""
     array = np.asarray(values, dtype=np.float64)
     repetitions = min(repetitions, max(BAND_REPETITIONS, MOST_DRAWN // len(array)))
     found = intervals([array], OF_ONE_TASK, level=level, repetitions=repetitions, seed=seed)

@@ -1,4 +1,4 @@
-"""Tables for people at a terminal and for pipes: coloured and folded there, plain aligned text here."""
+"""Terminal output: tables (coloured on a terminal, plain in a pipe), number formats and a progress line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TextIO
 
 from rl_lab.tools.statistics import Interval
 
-# How a cell's first word is coloured on a terminal.
+# Text of a cell -> style on a terminal.
 STYLES = {
     "ok": "green",
     "ready": "green",
@@ -26,10 +26,10 @@ def print_table(
     *,
     header: Sequence[str] = (),
     title: str = "",
-    right: Sequence[int] = (),  # columns aligned to the right: numbers
+    right: Sequence[int] = (),  # right-aligned columns
     file: TextIO | None = None,
 ) -> None:
-    """Print rows of equal length. Piped, nothing is folded or cut: one line per row."""
+    """Print rows of equal length. In a pipe nothing is wrapped or truncated: one line per row."""
     file = file or sys.stdout
     if getattr(file, "isatty", lambda: False)():
         _print_rich(rows, header, title, right, file)
@@ -44,7 +44,7 @@ def plain_table(
     title: str = "",
     right: Sequence[int] = (),
 ) -> str:
-    """The table as aligned text."""
+    """Format the table as aligned text."""
     lines = [*([header] if header else []), *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))] if lines else []
     texts = [title] if title else []
@@ -86,20 +86,18 @@ def _print_rich(
             overflow="fold",
         )
     for row in rows:
-        # Text, not markup: '[atari]' in a cell is meant literally.
+        # Text, not markup: '[atari]' in a cell is literal.
         table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
     console.print(Padding(table, (0, 0, 0, 2 if title else 0)))
 
 
-# --------------------
-# Numbers as people read them, in tables and on pages.
-
+# --- Number formats ---
 
 NONE = "–"
 
 
 def number(value: float | None) -> str:
-    """About three digits, thousands set apart."""
+    """Format with about three digits and thousands separators."""
     if value is None or value != value:
         return NONE
     if abs(value) >= 1000:
@@ -112,7 +110,7 @@ def count(value: float | None) -> str:
 
 
 def short(value: float) -> str:
-    """400k, 1M"""
+    """Format as 400k or 1M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
@@ -130,32 +128,30 @@ def duration(seconds: float | None) -> str:
 
 
 def bounds(low: float | None, high: float | None) -> str:
-    """An interval's two ends."""
+    """Format the two ends of an interval."""
     if low is None or high is None or low != low or high != high:
         return NONE
     return f"{number(low)} to {number(high)}"
 
 
 def interval(found: Interval) -> str:
-    """A value with its interval, where it has one."""
+    """Format a value with its interval, if it has one."""
     return number(found.value) + (f" ({bounds(found.low, found.high)})" if found.bounded else "")
 
 
-# --------------------
-# How far a tool has come that plays episodes or works through parts: one line that moves, or a few plain ones.
+# --- Progress ---
 
-
-QUIET_SECONDS = 2.0  # work that is done sooner says nothing
-PLAIN_SECONDS = 20.0  # between two lines where nobody watches
+QUIET_SECONDS = 2.0  # shorter work prints nothing
+PLAIN_SECONDS = 20.0  # between two lines if the stream is not a terminal
 
 
 class WorkProgress:
-    """Counts towards a total.
+    """Prints progress towards a total: one updated line on a terminal, plain lines elsewhere.
 
         with WorkProgress("evaluating", 20) as progress:
             progress.step("return 31.0")
 
-    Written to stderr, so that what is piped stays clean.
+    It writes to stderr, so that piped output stays clean.
     """
 
     def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
@@ -164,20 +160,20 @@ class WorkProgress:
         self.done = 0
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
-        self._start = self._said = perf_counter()
+        self._start = self._shown = perf_counter()
         self._width = 0
 
     def step(self, remark: str = "", count: int = 1) -> None:
-        """So many more are done."""
+        """Add `count` finished items."""
         self.done += count
-        self.say(remark)
+        self.show(remark)
 
-    def say(self, remark: str = "") -> None:
-        """Show where it stands, if it is time to."""
+    def show(self, remark: str = "") -> None:
+        """Print the progress if enough time has passed."""
         now = perf_counter()
-        if now - self._start < QUIET_SECONDS or now - self._said < (0.2 if self._live else PLAIN_SECONDS):
+        if now - self._start < QUIET_SECONDS or now - self._shown < (0.2 if self._live else PLAIN_SECONDS):
             return
-        self._said = now
+        self._shown = now
         left = ""
         if 0 < self.done < self.total:
             left = f", {duration((now - self._start) / self.done * (self.total - self.done))} left"

@@ -1,4 +1,4 @@
-"""`rl-lab train`: compose a config from the words given, and train it."""
+"""`rl-lab train`: compose a config from the command line and train."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 EPILOG = """examples:
   rl-lab train                                          the default experiment
-  rl-lab train +experiment=dreamer_cartpole debug=tiny  seconds, to see that it runs
+  rl-lab train +experiment=dreamer_cartpole debug=tiny  a test run of some seconds
   rl-lab train environment=pendulum experiment.seed=1   other environment, other seed
   rl-lab train --multirun experiment.seed=0,1,2         several runs
   rl-lab train --cfg job --resolve                      print the config and stop"""
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides and group choices")
     parser.add_argument("--cfg", "-c", choices=("job",), help="print the config and stop")
-    parser.add_argument("--resolve", action="store_true", help="with --cfg: interpolations resolved")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
     parser.add_argument("--package", "-p", help="with --cfg: only this part, e.g. training (or _global_)")
     parser.add_argument(
         "--multirun", "-m", action="store_true", help="one run per combination of a,b,c values"
@@ -44,17 +44,17 @@ def main(args: argparse.Namespace) -> int:
     if args.cfg:
         print(_config_text(config, args.resolve, args.package), end="")
         return 0
-    from rl_lab.training import train_config, undisturbed
+    from rl_lab.training import ignore_output_errors, train_config
 
     result = train_config(config, args.overrides)
-    undisturbed(print)(
+    ignore_output_errors(print)(
         f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
     )
     return 0
 
 
 def _config_text(config: object, resolve: bool, package: str | None) -> str:
-    """The config as YAML, `_dims` filled in from the environment."""
+    """Return the config as YAML with `_dims` filled in from the environment."""
     from omegaconf import DictConfig, OmegaConf
 
     from rl_lab.build import environment_spec
@@ -72,6 +72,6 @@ def _config_text(config: object, resolve: bool, package: str | None) -> str:
         part = OmegaConf.select(config, package)
         if part is None:
             raise ConfigError(
-                f"the config has no part '{package}'.{closest(package, [str(k) for k in config])}"
+                f"--package {package}: the config has no such part.{closest(package, [str(k) for k in config])}"
             )
     return OmegaConf.to_yaml(part, resolve=resolve)

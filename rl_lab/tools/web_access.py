@@ -1,12 +1,12 @@
-"""Who may see a page that the lab serves: one rule for `rl-lab report --serve` and `rl-lab play --web`.
+"""Access control of the pages that `rl-lab report --serve` and `rl-lab play --web` serve.
 
-- Bound to loopback and without a token: a request is answered when it comes from this machine, its `Host` header
-  names loopback (a foreign name that resolves to 127.0.0.1 is refused), and its `Origin`, where it has one, is the
-  page itself (another site's script is refused). Everybody with an account on this machine counts as "this machine".
-- Bound to any other address: a token is always needed. It is made when none is given, and printed once as part
-  of the address, as notebooks do.
-- With a token, on any address: `?token=…` or `Authorization: Bearer …` must carry it, and `Origin`, where there
-  is one, must be the page itself.
+- Bound to loopback without a token: a request is answered if it comes from this machine, its `Host` header
+  names loopback (another name that resolves to 127.0.0.1 is refused), and its `Origin`, if present, is the
+  page itself (scripts of other sites are refused). All user accounts of this machine count as "this machine".
+- Bound to any other address: a token is required. It is generated if none is given, and printed once as part
+  of the URL, as notebooks do.
+- With a token, on any address: the request must have it in `?token=…` or `Authorization: Bearer …`, and
+  `Origin`, if present, must be the page itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from urllib.parse import quote, urlsplit
 
 from rl_lab.errors import LabError
 
-EVERYWHERE = ("", "0.0.0.0", "::")  # addresses that mean every interface of the machine
+ALL_INTERFACES = ("", "0.0.0.0", "::")
 
 
 def make_token() -> str:
-    """A fresh secret: 192 random bits in letters that need no quoting."""
+    """Generate a token of 192 random bits in URL-safe letters."""
     return secrets.token_urlsafe(24)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address, without a port, means this machine only."""
+    """Return whether a host name or address (without port) is a loopback address."""
     name = host.strip("[]").lower().rstrip(".")
     if name == "localhost":
         return True
@@ -40,7 +40,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(header: str) -> str:
-    """The name in a Host header, without its port; "" for a header that is none."""
+    """Return the name in a Host header without the port; "" for an invalid header."""
     try:
         return urlsplit(f"//{header.strip()}").hostname or ""
     except ValueError:
@@ -48,11 +48,11 @@ def host_name(header: str) -> str:
 
 
 class WebAccess:
-    """The rule for one served address. `token=None` makes one where the address needs it."""
+    """Access check for one served address. `token=None` generates a token if the address needs one."""
 
     def __init__(self, host: str = "127.0.0.1", token: str | None = None) -> None:
         if token is not None and not token.strip():
-            raise LabError("the token is empty: leave it out to have one made, or give a long one")
+            raise LabError("--token is empty: leave it out to generate one, or give a long one")
         self.host = host
         self.loopback = is_loopback(host)
         self.token = token if token is not None or self.loopback else make_token()
@@ -60,26 +60,29 @@ class WebAccess:
     def allowed(
         self, headers: Mapping[str, str], query_token: str | None = None, client_host: str = ""
     ) -> bool:
-        """Whether to answer a request (or a WebSocket's handshake) with these headers from this client."""
+        """Return whether to answer a request (or WebSocket handshake) with these headers from this client."""
         given = {name.lower(): value for name, value in headers.items()}
         host = given.get("host", "")
         if not same_origin(given.get("origin"), host):
             return False
         if self.token is not None:
             scheme, _, bearer = given.get("authorization", "").partition(" ")
-            carried = query_token or (bearer.strip() if scheme.lower() in ("bearer", "token") else "")
-            return hmac.compare_digest(carried.encode(), self.token.encode())
+            sent = query_token or (bearer.strip() if scheme.lower() in ("bearer", "token") else "")
+            return hmac.compare_digest(sent.encode(), self.token.encode())
         return is_loopback(host_name(host)) and is_loopback(client_host)
 
     def url(self, port: int) -> str:
-        """The address to open, with the token where there is one."""
-        name = socket.gethostname() if self.host in EVERYWHERE else self.host
+        """Return the URL to open, with the token if there is one."""
+        name = socket.gethostname() if self.host in ALL_INTERFACES else self.host
         shown = f"[{name}]" if ":" in name else name
         return f"http://{shown}:{port}/" + (f"?token={quote(self.token, safe='')}" if self.token else "")
 
 
 def same_origin(origin: str | None, host: str) -> bool:
-    """Whether a request's Origin is the page that `host` served; a request without one (no script sent it) passes."""
+    """Return whether a request's Origin is the page that `host` served.
+
+    True without an Origin (no script sent it).
+    """
     if origin is None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, a lock on a run folder, and paths that stay where they belong."""
+"""Atomic file writes, JSON and JSON Lines, the lock of a run folder, and path checks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _TEMPORARY_NAME = re.compile(rf"\..+\.\d+{re.escape(TEMPORARY_SUFFIX)}")  # .nam
 
 
 def write_atomic(path: Path, write: Callable[[BinaryIO], Any]) -> tuple[int, int]:
-    """Write a file so that `path` is either what it was or the whole new content, even if power fails.
+    """Write a file atomically: `path` holds the old or the complete new content, even after a power failure.
 
-    `write(file)` gets a real file open for reading and writing; it may seek (zip writers do), so the checksum
-    is taken from the finished file, not from the stream of writes.
+    `write(file)` receives a real file open for reading and writing. It may seek (zip writers do), so the
+    checksum is computed from the finished file.
 
     returns: size in bytes, crc32
     """
@@ -61,9 +61,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Delete what a killed `write_atomic` left behind, in the folder and below. Only for the lock's holder.
+    """Delete temporary files of a killed `write_atomic` in the folder and below.
 
-    Links are not followed, and other hidden files stay.
+    Only the lock holder may call it. Links are not followed, and other hidden files are kept.
     """
     for parent, _, names in os.walk(folder) if not folder.is_symlink() else ():
         for name in filter(_TEMPORARY_NAME.fullmatch, names):
@@ -72,7 +72,7 @@ def remove_temporary(folder: Path) -> None:
 
 
 def crc32_of(path: Path) -> int:
-    """Checksum of a whole file."""
+    """crc32 of a file's content."""
     with open(path, "rb") as file:
         return _checksum(file)[1]
 
@@ -88,13 +88,13 @@ def _checksum(file: BinaryIO) -> tuple[int, int]:
 
 
 def write_json_atomic(path: Path, data: Any) -> tuple[int, int]:
-    """Write JSON atomically; returns size and crc32. NaN and infinities are refused: they are not JSON."""
+    """Write JSON atomically; returns size and crc32. NaN and infinities raise ValueError: JSON has none."""
     text = json.dumps(data, indent=1, allow_nan=False)
     return write_atomic(path, lambda file: file.write(text.encode() + b"\n"))
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file; CheckpointError when it is missing or damaged."""
+    """Return the content of a JSON file; CheckpointError when it is missing or damaged."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -104,7 +104,7 @@ def read_json(path: Path) -> Any:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free on the disk of `path`, which need not exist yet."""
+    """Return the free bytes on the disk of `path`, which need not exist yet."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -112,7 +112,7 @@ def free_bytes(path: Path) -> int:
 
 
 def inside(folder: Path, path: Path | str) -> Path:
-    """The path below `folder`, with links resolved; ConfigError when it would leave the folder."""
+    """Return `path` below `folder` with links resolved; ConfigError when it is outside the folder."""
     root = folder.resolve()
     try:
         target = (root / path).resolve()
@@ -127,12 +127,12 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 class RunLock:
-    """Keeps a second process out of a run folder, for as long as this process lives.
+    """Exclusive lock on a run folder, held until it is released or this process ends.
 
         with RunLock(run_dir):
             ...
 
-    The kernel holds the lock (flock), so a killed process leaves none behind. The file says who has it.
+    The kernel holds the lock (flock), so a killed process leaves none behind. The file names the holder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -141,15 +141,15 @@ class RunLock:
         self._file: IO[bytes] | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock; RunLockedError, naming process and host, when another has it."""
+        """Take the lock; RunLockedError, with process and host, when another process holds it."""
         if self._file is not None:
             return self
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            # It stays open while held; "a" does not wipe the holder's name.
+            # The file stays open while the lock is held; mode "a" keeps the holder's name.
             file = open(self.path, "a+b")  # noqa: SIM115
         except OSError as error:
-            raise ConfigError(f"nothing can be written in {self.folder}: {error}") from error
+            raise ConfigError(f"{self.folder} cannot be written to: {error}") from error
         try:
             if not _try_flock(file):
                 raise RunLockedError(self._taken_message(file))
@@ -188,8 +188,8 @@ class RunLock:
             holder = json.loads(file.read())
             who = f"process {holder['pid']} on {holder['host']}"
         return (
-            f"{who} is already working in {self.folder}. Wait for it, stop it, or give this run another folder "
-            "(run_dir=…)."
+            f"{self.folder} is in use by {who}: wait until it ends, stop it, or choose another folder "
+            "(run_dir=…)"
         )
 
 
@@ -198,7 +198,7 @@ def _try_flock(file: IO[bytes]) -> bool:
         import fcntl
     except ImportError:  # not a POSIX system
         warnings.warn(
-            "this system has no file locks: nothing keeps a second process out of the run folder",
+            "this system has no file locks: a second process can write to the same run folder",
             stacklevel=3,
         )
         return True
@@ -208,13 +208,17 @@ def _try_flock(file: IO[bytes]) -> bool:
         return False
     except OSError as error:  # some network file systems
         warnings.warn(
-            f"{file.name} cannot be locked ({error}): a second process would not be kept out", stacklevel=3
+            f"{file.name} cannot be locked ({error}): a second process can write to this run folder",
+            stacklevel=3,
         )
     return True
 
 
 def _close_in_child() -> None:
-    """A forked worker must not keep the lock of a trainer that was killed; closing here does not unlock it."""
+    """Close the lock file in a forked worker, which must not hold the lock of a killed trainer.
+
+    Closing it here does not release the parent's lock.
+    """
     for lock in list(_held):
         lock.release()
 
@@ -223,18 +227,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-# --------------------
-# One JSON object per line, and numbers that JSON has no words for.
-#
-# JSON has no NaN and no infinities. They are written as the strings "NaN", "Infinity" and "-Infinity", which
-# `float()` reads back and every JSON parser accepts; `read_jsonl` turns them into floats again.
+# --- JSON Lines ---
 
-
+# JSON has no NaN and no infinities. They are written as strings, which every JSON parser accepts;
+# `read_jsonl` converts them back to floats.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def json_safe(value: Any) -> Any:
-    """The value as strict JSON can hold it: numpy and 0-d tensors as numbers, NaN and infinities as strings."""
+    """Convert a value to strict JSON: numpy and 0-d tensors to numbers, NaN and infinities to strings."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
     if isinstance(value, Mapping):
@@ -255,7 +256,7 @@ def json_safe(value: Any) -> Any:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file; a torn last line and lines that are not objects are left out."""
+    """Read the rows of a file; an incomplete last line and lines that are not objects are skipped."""
     rows = []
     with open(path, "rb") as file:
         for line in file:
@@ -271,21 +272,21 @@ def _number(value: Any) -> Any:
 
 
 class JsonlWriter:
-    """Appends lines to a file; each is handed to the system at once, so a killed process loses none.
+    """Appends lines to a file without buffering, so a killed process loses none.
 
-    resume_bytes: cut the file to this length first, what a checkpoint says it had; 0 starts over. None goes
-    on at the end. A torn last line is always cut off.
+    resume_bytes: truncate the file to this length first (the length stored in a checkpoint); 0 starts over,
+    None appends. An incomplete last line is always removed.
     """
 
     def __init__(self, path: Path, *, resume_bytes: int | None = None) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - stays open for the life of the writer
-        self._size = self._cut(resume_bytes)
-        self._complained = False
+        self._size = self._truncate(resume_bytes)
+        self._warned = False
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one line. A disk that is full costs the line and a warning, not the run."""
+        """Append one line. A write error (full disk) loses the line and warns once; it does not raise."""
         line = json.dumps(json_safe(row), allow_nan=False).encode() + b"\n"
         try:
             view = memoryview(line)
@@ -295,14 +296,15 @@ class JsonlWriter:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._file.truncate(self._size)  # never leave half a line before the next one
-            if not self._complained:
+            if not self._warned:
                 warnings.warn(
-                    f"{self.path} could not be written ({error}): lines are lost until it can", stacklevel=2
+                    f"{self.path} could not be written ({error}): lines are lost until it can be",
+                    stacklevel=2,
                 )
-                self._complained = True
+                self._warned = True
 
     def size(self) -> int:
-        """Bytes written so far, made durable first: for a checkpoint's manifest."""
+        """Return the bytes written so far, after fsync; stored in a checkpoint's manifest."""
         if not self._file.closed:
             with contextlib.suppress(OSError):
                 os.fsync(self._file.fileno())
@@ -311,11 +313,11 @@ class JsonlWriter:
     def close(self) -> None:
         self._file.close()
 
-    def _cut(self, resume_bytes: int | None) -> int:
+    def _truncate(self, resume_bytes: int | None) -> int:
         size = os.fstat(self._file.fileno()).st_size
-        if resume_bytes is not None and resume_bytes > size > 0:  # 0: the checkpoint is another run's
+        if resume_bytes is not None and resume_bytes > size > 0:  # 0: the checkpoint is from another run
             warnings.warn(
-                f"{self.path} has {size} bytes where the checkpoint saw {resume_bytes}: the lines between are lost",
+                f"{self.path} has {size} bytes, but {resume_bytes} at the checkpoint: the lines between are lost",
                 stacklevel=3,
             )
         end = size if resume_bytes is None else min(size, resume_bytes)

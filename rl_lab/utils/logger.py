@@ -1,4 +1,4 @@
-"""Where a run writes what it measured: metrics.jsonl, TensorBoard, media files, and wandb when asked."""
+"""Logging of a run: metrics.jsonl, TensorBoard, media files and, optionally, wandb."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from rl_lab.errors import ConfigError, MissingPackageError, closest
+from rl_lab.errors import ConfigError, MissingPackageError, closest, install_line
 from rl_lab.utils.files import JsonlWriter, inside
-from rl_lab.utils.install import install_line
-from rl_lab.utils.media import film, gif, picture, png, save_image, save_video
-
-# --------------------
-# TensorBoard event files, written with the `tensorboard` package alone.
+from rl_lab.utils.media import gif, png, save_image, save_video, to_frames, to_image
 
 
 class TensorBoardWriter:
-    """Scalars (one event per call, however many), images, animations and text.
+    """Writes scalars (one event per call), images, animations and text with the `tensorboard` package alone.
 
     resume_step: hide what an earlier process logged after that step. Animations are GIFs in image summaries,
-    which TensorBoard plays; its own video summary would need another package.
+    which TensorBoard plays; its own video summary needs another package.
     """
 
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
@@ -37,7 +33,7 @@ class TensorBoardWriter:
         self._event, self._summary = Event, Summary
         self._writer: Any = EventFileWriter(str(folder), flush_secs=10)
         if resume_step is not None:
-            # What was logged at the step itself came before its checkpoint: the purge begins after it.
+            # Events of the step itself were logged before its checkpoint: the purge starts after it.
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
@@ -80,16 +76,12 @@ class TensorBoardWriter:
         )
 
 
-# --------------------
-# Weights & Biases, only when asked for.
-
-
 MODES = ("online", "offline", "disabled")
-ID_FILE = "wandb_id.txt"  # so that a resumed run goes on in the same place
+ID_FILE = "wandb_id.txt"  # a resumed run continues the same wandb run
 
 
 class WandbWriter:
-    """Sends the scalars and videos that the other outputs get. `options` go to `wandb.init`."""
+    """Sends scalars, images and videos to Weights & Biases. `options` are passed to `wandb.init`."""
 
     def __init__(self, run_dir: Path, mode: str, options: Mapping[str, Any]) -> None:
         if mode not in MODES:
@@ -122,14 +114,14 @@ class WandbWriter:
 
 
 class ExperimentLogger:
-    """One door for scalars, images, videos and text of a run.
+    """Logs scalars, images, videos and text of a run to every output.
 
-    A new run leaves `resume_step` and `resume_bytes` None, or gives `resume_bytes=0` to start over in a folder
-    that has been used. A resumed one gives the step of its checkpoint and the `metrics_bytes` of its manifest:
-    what was logged after it is dropped, so that each step is logged once.
+    A new run leaves `resume_step` and `resume_bytes` None, or passes `resume_bytes=0` to start over in a used
+    folder. A resumed run passes the step of its checkpoint and the `metrics_bytes` of its manifest: lines
+    logged after it are dropped, so that each step is logged once.
 
     Outputs that fail (a full disk, a lost connection) are reported once and do not stop the run; a media path
-    that leaves the run folder is refused.
+    outside the run folder raises ConfigError.
     """
 
     def __init__(
@@ -144,7 +136,7 @@ class ExperimentLogger:
     ) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        # wandb first: a package that is missing should be said before anything is cut or opened.
+        # wandb first: a missing package is reported before any file is truncated or opened.
         self._wandb = (
             None if wandb_mode == "disabled" else WandbWriter(self.run_dir, wandb_mode, wandb_options or {})
         )
@@ -156,29 +148,29 @@ class ExperimentLogger:
                 for old in folder.glob("events.out.tfevents.*") if not folder.is_symlink() else ():
                     old.unlink()
             self._tensorboard = TensorBoardWriter(folder, resume_step=resume_step)
-        self._complained: set[str] = set()
+        self._warned: set[str] = set()
         self._closed = False
 
     def scalars(
         self, metrics: Mapping[str, Any], *, step: int, frames: int | None = None, updates: int | None = None
     ) -> None:
-        """One line of metrics.jsonl with step, frames, updates and time, and the same to the other outputs.
+        """Log one line with step, frames, updates and time to metrics.jsonl and to the other outputs.
 
-        NaN and infinities stand in the file as strings (see jsonl.py).
+        NaN and infinities are written as strings (see `json_safe`).
         """
-        numbers = {key: float(value) for key, value in metrics.items()}
+        values = {key: float(value) for key, value in metrics.items()}
         counters = {"frames": frames, "updates": updates}
         known = {key: value for key, value in counters.items() if value is not None}
-        self._jsonl.write({"step": step, **known, "time": round(time.time(), 3), **numbers})
-        shown = numbers | {f"time/{key}": float(value) for key, value in known.items()}
+        self._jsonl.write({"step": step, **known, "time": round(time.time(), 3), **values})
+        shown = values | {f"time/{key}": float(value) for key, value in known.items()}
         if self._tensorboard:
             self._guarded("TensorBoard", self._tensorboard.scalars, shown, step)
         if self._wandb:
             self._guarded("wandb", self._wandb.scalars, shown, step)
 
     def image(self, name: str, array: Any, step: int, folder: str | None = None) -> Path | None:
-        """(C, H, W) uint8, to TensorBoard, and as PNG under media/<folder>/ where one is given."""
-        shown = picture(array, name)
+        """Log (C, H, W) uint8 to TensorBoard, and as PNG under media/<folder>/ if `folder` is not None."""
+        shown = to_image(array, name)
         path = self._media_path(folder, name, step) if folder is not None else None
         if self._tensorboard:
             self._guarded("TensorBoard", self._tensorboard.image, name, shown, step)
@@ -189,11 +181,11 @@ class ExperimentLogger:
     def video(
         self, name: str, array: Any, step: int, fps: float = 15, folder: str = "recordings"
     ) -> Path | None:
-        """(T, C, H, W) uint8, as mp4 or GIF under media/<folder>/ and as animation to TensorBoard.
+        """Log (T, C, H, W) uint8 as mp4 or GIF under media/<folder>/ and as an animation to TensorBoard.
 
-        returns: the file, None when it could not be written
+        returns: the file, or None when it could not be written
         """
-        frames = film(array, name)
+        frames = to_frames(array, name)
         path = self._media_path(folder, name, step)
         if self._tensorboard:
             self._guarded("TensorBoard", self._tensorboard.animation, name, frames, step, fps)
@@ -208,7 +200,7 @@ class ExperimentLogger:
             self._guarded("TensorBoard", self._tensorboard.text, name, text, step)
 
     def metrics_bytes(self) -> int:
-        """Length of metrics.jsonl, made durable: what a checkpoint's manifest remembers."""
+        """Return the length of metrics.jsonl after fsync; stored in a checkpoint's manifest."""
         return self._jsonl.size()
 
     def flush(self) -> None:
@@ -216,7 +208,7 @@ class ExperimentLogger:
             self._guarded("TensorBoard", self._tensorboard.flush)
 
     def close(self) -> None:
-        """Close every output; again is harmless."""
+        """Close every output; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -235,16 +227,16 @@ class ExperimentLogger:
         self.close()
 
     def _media_path(self, folder: str, name: str, step: int) -> Path:
-        """media/<folder>/<name>_<step>, without suffix; the name is made safe, the folder must stay inside."""
+        """Return media/<folder>/<name>_<step> without suffix; unsafe characters of the name are replaced."""
         safe = re.sub(r"[^\w.-]+", "_", name).lstrip(".")[:120] or "media"
-        media = inside(self.run_dir, "media")  # which may itself be a link
+        media = inside(self.run_dir, "media")  # may itself be a link
         return inside(media, Path(folder) / f"{safe}_{step:09d}")
 
     def _guarded(self, output: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
         except Exception as error:
-            if output not in self._complained:
-                self._complained.add(output)
+            if output not in self._warned:
+                self._warned.add(output)
                 warnings.warn(f"logging to {output} failed ({type(error).__name__}: {error})", stacklevel=3)
             return None

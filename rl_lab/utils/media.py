@@ -1,4 +1,4 @@
-"""Images and videos as bytes and files: PNG and GIF by Pillow, mp4 where imageio-ffmpeg is installed."""
+"""Images and videos as bytes and files: PNG and GIF with Pillow, mp4 if imageio-ffmpeg is installed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 from rl_lab.errors import LabError
 from rl_lab.utils.files import write_atomic
 
-SMALLEST_SIDE = 256  # pixels; smaller pictures are enlarged in video files, by whole factors
+SMALLEST_SIDE = 256  # pixels; smaller frames are enlarged in video files, by integer factors
 
 
-def picture(array: Any, name: str = "image") -> np.ndarray:
-    """(C, H, W) uint8, tensor or array -> (H, W, 3). See `film` for channels other than three."""
-    return film(_as_array(array)[None], name)[0]
+def to_image(array: Any, name: str = "image") -> np.ndarray:
+    """(C, H, W) uint8, tensor or array -> (H, W, 3). See `to_frames` for channels other than three."""
+    return to_frames(_as_array(array)[None], name)[0]
 
 
-def film(array: Any, name: str = "video") -> np.ndarray:
+def to_frames(array: Any, name: str = "video") -> np.ndarray:
     """(T, C, H, W) uint8, tensor or array -> (T, H, W, 3).
 
-    One channel is grey. Of a stack of frames in the channels the newest is shown: the last three channels, or
-    the last one where they do not divide by three.
+    One channel becomes grey. Of frames stacked in the channels only the newest is kept: the last three
+    channels, or the last one if their number is not divisible by three.
     """
     frames = _as_array(array)
     if frames.dtype != np.uint8 or frames.ndim != 4 or 0 in frames.shape:
@@ -56,26 +56,26 @@ def gif(frames: np.ndarray, fps: float) -> bytes:
 
     images = [Image.fromarray(frame) for frame in frames]
     buffer = io.BytesIO()
-    duration = max(20, round(100 / fps) * 10)  # hundredths of a second; browsers slow down what is under two
+    duration = max(20, round(100 / fps) * 10)  # GIF counts in 10 ms; browsers slow down frames below 20 ms
     images[0].save(buffer, format="GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
     return buffer.getvalue()
 
 
 def save_image(path: Path, image: np.ndarray) -> Path:
-    """Write (H, W, 3) as PNG; the suffix is added."""
+    """Write (H, W, 3) as PNG; adds the suffix."""
     target = path.with_name(path.name + ".png")
     write_atomic(target, lambda file: file.write(png(image)))
     return target
 
 
 def save_video(path: Path, frames: np.ndarray, fps: float) -> Path:
-    """Write (T, H, W, 3) as mp4, or as GIF where that cannot be; the suffix is added."""
+    """Write (T, H, W, 3) as mp4, or as GIF if mp4 is not possible; adds the suffix."""
     frames = _enlarged(frames)
     try:
         return _save_mp4(path.with_name(path.name + ".mp4"), frames, fps)
     except ImportError:
         pass
-    except (OSError, RuntimeError, ValueError) as error:  # no ffmpeg binary, or one that gave up
+    except (OSError, RuntimeError, ValueError) as error:  # no ffmpeg binary, or it failed
         warnings.warn(f"no mp4 ({str(error).strip()[:200]}): the video is written as GIF", stacklevel=2)
     target = path.with_name(path.name + ".gif")
     write_atomic(target, lambda file: file.write(gif(frames, fps)))
@@ -91,7 +91,7 @@ def _save_mp4(target: Path, frames: np.ndarray, fps: float) -> Path:
     import imageio_ffmpeg
 
     odd = [(0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)]
-    frames = np.pad(frames, odd, mode="edge")  # the usual pixel format wants even sides
+    frames = np.pad(frames, odd, mode="edge")  # the default pixel format needs even sides
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp")
     writer = imageio_ffmpeg.write_frames(
@@ -101,7 +101,7 @@ def _save_mp4(target: Path, frames: np.ndarray, fps: float) -> Path:
         quality=7,
         macro_block_size=1,
         ffmpeg_log_level="error",
-        output_params=["-f", "mp4"],  # the temporary name does not say so
+        output_params=["-f", "mp4"],  # the temporary name has no .mp4 suffix
     )
     try:
         writer.send(None)

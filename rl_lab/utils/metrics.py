@@ -1,4 +1,4 @@
-"""Metrics between two log lines: summed where they are, read once."""
+"""Running means of metrics (`MetricMeter`) and wall time by section (`Stopwatch`) between two log lines."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PREFIXES = ("collect/", "train/", "controller/", "eval/", "workflow/", "time/", 
 
 
 def prefixed(metrics: Mapping[str, Any], default_prefix: str) -> dict[str, Any]:
-    """Give every key a prefix: one that has one of ours keeps it, the others get the default."""
+    """Add the default prefix to every key that has none of PREFIXES."""
     default = default_prefix.rstrip("/") + "/"
     return {key if key.startswith(PREFIXES) else default + key: value for key, value in metrics.items()}
 
 
 class MetricMeter:
-    """Running means of metrics that may live on a device, without making the host wait for them.
+    """Running means of metrics that may be on a device, without a synchronization per call.
 
     The tensors of one call are stacked to one vector and added to a sum on their device: two small kernels
-    however many metrics there are. Calls with the same keys share a sum. `drain` does the only transfer.
+    for any number of metrics. Calls with the same keys share a sum. Only `drain` transfers to the host.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,10 @@ class MetricMeter:
         group.add(tensors)
 
     def drain(self) -> dict[str, float]:
-        """Mean of each key since the last drain; keys without a value are left out. Waits for the device."""
+        """Return the mean of each key since the last drain; keys without a value are left out.
+
+        Synchronizes.
+        """
         import torch
 
         totals: dict[str, list[float]] = {key: [*entry] for key, entry in self._floats.items()}
@@ -72,7 +75,7 @@ class MetricMeter:
 
 
 class _Group:
-    """Sums of metrics that always come together."""
+    """Sums of metrics that are always added in the same call."""
 
     def __init__(self, names: list[str], tensors: list[torch.Tensor]) -> None:
         import torch
@@ -80,12 +83,12 @@ class _Group:
         for name, tensor in zip(names, tensors):
             if tensor.numel() != 1:
                 raise ValueError(
-                    f"metric '{name}' has shape {tuple(tensor.shape)}: reduce it to one number first"
+                    f"metric '{name}' has shape {tuple(tensor.shape)}: reduce it to a scalar first"
                 )
         self.names = names
         self.count = 0
         device = tensors[0].device
-        # float64 keeps long sums exact enough; MPS has none.
+        # float64 keeps long sums accurate; MPS does not support it.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.total = torch.zeros(len(names), dtype=dtype, device=device)
 
@@ -104,38 +107,37 @@ class _Group:
         self.count = 0
 
 
-# --------------------
-# Where the time goes: named sections, at the cost of two clock reads each.
+# --- Timing ---
 
 
 class Section:
-    """One named stretch of code. Entered and left like a context manager; not re-entrant."""
+    """Context manager that times one named section of code; not re-entrant. It costs two clock reads."""
 
-    __slots__ = ("_begin", "calls", "seconds")
+    __slots__ = ("_start", "calls", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.calls = 0
-        self._begin = 0.0
+        self._start = 0.0
 
     def __enter__(self) -> None:
-        self._begin = perf_counter()
+        self._start = perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.seconds += perf_counter() - self._begin
+        self.seconds += perf_counter() - self._start
         self.calls += 1
 
 
 class Stopwatch:
-    """Adds up seconds by section.
+    """Sums seconds by section.
 
         with watch("env_wait"):
             ...
         watch.drain()  # {"time/env_wait_ms": 1.3, "time/env_wait_share": 0.2}
 
-    On a GPU a section measures what the host did: work that was only queued shows where the host waits for it.
+    On a GPU a section measures host time: queued kernels count where the host synchronizes.
     """
 
     def __init__(self) -> None:
@@ -149,7 +151,7 @@ class Stopwatch:
         return section
 
     def drain(self) -> dict[str, float]:
-        """Mean milliseconds per call, and share of the wall time since the last drain, by section."""
+        """Return mean milliseconds per call and share of the wall time since the last drain, by section."""
         now = perf_counter()
         wall = max(now - self._since, 1e-9)
         metrics: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""How a run is going, for a person who watches: a live display on a terminal, plain lines elsewhere."""
+"""Progress display of a run: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "live", "plain", "off"]
 REFRESH_SECONDS = 0.25
-RATE_WINDOW_SECONDS = 60.0  # the ETA looks back this far
+RATE_WINDOW_SECONDS = 60.0  # the ETA uses the rate over this window
 
 
 class Progress:
@@ -27,9 +27,10 @@ class Progress:
         with Progress(mode="auto", title="my run") as progress:
             progress.update({"phase": "joint", "step": 1200, "total": 40000, "return": 21.0})
 
-    `update` takes any of: phase, phase_progress (0 to 1), step, total, updates, episodes, env_steps_per_second,
-    updates_per_second, return, eval_return; what is None or absent is not shown. Live, it redraws at most four
-    times a second; plain, each update is one line. Nothing that goes wrong here stops the run.
+    `update` takes any of: phase, phase_progress (0 to 1), step, total, updates, episodes,
+    env_steps_per_second, updates_per_second, return, eval_return; values that are None or absent are not
+    shown. The live display redraws at most four times a second; plain mode prints one line per update. Errors
+    here never stop the run.
     """
 
     def __init__(self, mode: Mode | str = "auto", title: str = "", stream: TextIO | None = None) -> None:
@@ -58,24 +59,24 @@ class Progress:
         self.close()
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Take new values, and show them."""
+        """Store new values and show them."""
         self._guarded(self._update, values)
 
     def say(self, message: str) -> None:
-        """A sentence for the person, above the live display."""
+        """Print a message, above the live display."""
         self._guarded(self._print, message)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Stop the live display; its last state stays on the screen."""
         if self._live is not None:
             self._guarded(self._draw)
             live, self._live = self._live, None
             self._guarded(live.stop)
 
-    # ---------------------------------------------------------------- inside
+    # --- Private methods ---
 
     def _guarded(self, function: Any, *args: Any) -> None:
-        """A closed pipe or an odd terminal must not end hours of training."""
+        """Warn once instead of raising: a closed pipe or an unusual terminal must not end training."""
         try:
             function(*args)
         except Exception as error:
@@ -88,7 +89,7 @@ class Progress:
         from rich.live import Live
 
         self._console = Console(file=self._stream)
-        # No thread of rich's: it redraws when told to.
+        # auto_refresh would start a thread of rich.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._live.start()
 
@@ -107,16 +108,16 @@ class Progress:
                 self._history.popleft()
         if self.mode == "plain":
             phase = [str(self._values["phase"])] if self._values.get("phase") else []
-            self._print(" · ".join([*self._where(), *phase, *self._facts()]))
+            self._print(" · ".join([*self._position(), *phase, *self._metrics()]))
         elif self._live is not None and now - self._drawn >= REFRESH_SECONDS:
             self._draw()
 
     def _draw(self) -> None:
         self._drawn = perf_counter()
         if self._live is not None:
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self._layout(), refresh=True)
 
-    def _picture(self) -> RenderableType:
+    def _layout(self) -> RenderableType:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -127,8 +128,8 @@ class Progress:
             title.append(f" · {self._values['phase']}", style="not bold")
         bar = Table.grid(padding=(0, 1))
         done = self._fraction() or 0.0
-        bar.add_row(ProgressBar(total=1.0, completed=done, width=30), Text(" · ".join(self._where())))
-        return Group(title, bar, Text(" · ".join(self._facts()), style="dim"))
+        bar.add_row(ProgressBar(total=1.0, completed=done, width=30), Text(" · ".join(self._position())))
+        return Group(title, bar, Text(" · ".join(self._metrics()), style="dim"))
 
     def _fraction(self) -> float | None:
         step, total = self._values.get("step"), self._values.get("total")
@@ -136,7 +137,7 @@ class Progress:
             return min(1.0, step / total)
         return self._values.get("phase_progress")
 
-    def _where(self) -> list[str]:
+    def _position(self) -> list[str]:
         values = self._values
         parts = []
         if values.get("step") is not None:
@@ -148,7 +149,7 @@ class Progress:
             parts.append(f"ETA {clock_time(left)}")
         return parts
 
-    def _facts(self) -> list[str]:
+    def _metrics(self) -> list[str]:
         parts = []
         for key, form in (
             ("env_steps_per_second", "{:,.0f} env steps/s"),
@@ -159,10 +160,10 @@ class Progress:
         ):
             if self._values.get(key) is not None:
                 parts.append(form.format(self._values[key]))
-        return [*parts, *memory_in_words()]
+        return [*parts, *memory_texts()]
 
     def seconds_left(self) -> float | None:
-        """Time until `total` at the recent rate; None while nobody can know."""
+        """Return the seconds until `total` at the recent rate; None while the rate is unknown."""
         step, total = self._values.get("step"), self._values.get("total")
         if step is None or not total or len(self._history) < 2:
             return None
@@ -172,8 +173,8 @@ class Progress:
         return max(0, total - step) * (now - then) / (last - first)
 
 
-def memory_in_words() -> list[str]:
-    """Memory of this process, and what torch holds on the GPU."""
+def memory_texts() -> list[str]:
+    """Return the memory of this process and the GPU memory reserved by torch, as text."""
     parts = []
     try:
         import psutil
@@ -181,14 +182,14 @@ def memory_in_words() -> list[str]:
         parts.append(f"{psutil.Process().memory_info().rss / 2**20:,.0f} MiB")
     except ImportError:
         pass
-    torch = sys.modules.get("torch")  # never the reason that torch is loaded
+    torch = sys.modules.get("torch")  # do not import torch for this
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         parts.append(f"GPU {torch.cuda.memory_reserved() / 2**30:.1f} GiB")
     return parts
 
 
 def clock_time(seconds: float) -> str:
-    """Seconds as 4:05 or 1:02:11."""
+    """Format seconds as 4:05 or 1:02:11."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

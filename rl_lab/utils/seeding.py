@@ -1,8 +1,8 @@
 """Seeds and named random generators.
 
-Every consumer of randomness has a generator of its own, named for what it does, so that one more draw in one
-place never shifts another. torch and numpy are imported inside functions: worker processes and the command
-line use `derive_seed` alone.
+Every consumer of random numbers has its own generator, named for its purpose, so that one more draw in one
+place does not change the others. torch and numpy are imported inside functions: worker processes and the
+command line need only `derive_seed`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def derive_seed(*parts: str | int) -> int:
-    """A seed in [0, 2**63) from names and numbers: the same on every machine, Python and run.
+    """Derive a seed in [0, 2**63) from strings and integers: the same on every machine, Python and run.
 
     `derive_seed(1, "ab")`, `derive_seed("1", "ab")` and `derive_seed(1, "a", "b")` all differ.
     """
@@ -59,7 +59,7 @@ class Generators:
         self._device: dict[str, torch.Generator] = {}
 
     def cpu(self, name: str) -> torch.Generator:
-        """The generator of that name on the CPU, for draws that the host reads."""
+        """Return the generator of that name on the CPU, for draws that the host reads."""
         import torch
 
         if name not in self._cpu:
@@ -67,7 +67,7 @@ class Generators:
         return self._cpu[name]
 
     def device(self, name: str) -> torch.Generator:
-        """The generator of that name on the training device."""
+        """Return the generator of that name on the training device."""
         import torch
 
         if name not in self._device:
@@ -75,7 +75,7 @@ class Generators:
         return self._device[name]
 
     def get_state(self) -> dict[str, Any]:
-        """States by name, and those of the global generators; tensors, numbers and strings only."""
+        """Return the states by name and those of the global generators; only tensors, numbers and strings."""
         return {
             "cpu": {name: generator.get_state() for name, generator in self._cpu.items()},
             "device": {name: generator.get_state().cpu() for name, generator in self._device.items()},
@@ -84,16 +84,16 @@ class Generators:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` gave. Generator objects already handed out stay the same objects.
+        """Restore the result of `get_state`. Generator objects already in use stay the same objects.
 
-        A generator that the state does not know starts again from its seed. States of another kind of device
-        cannot be used: those generators start again, with a warning.
+        A generator that is not in the state restarts from its seed. States from another type of device cannot
+        be used: those generators restart from their seeds, with a warning.
         """
         same_device = state["device_type"] == self.torch_device.type
         if not same_device and state["device"]:
             warnings.warn(
-                f"random states were saved on '{state['device_type']}' and this run is on "
-                f"'{self.torch_device.type}': device generators start again from the seed",
+                f"random states were saved on '{state['device_type']}', but this run is on "
+                f"'{self.torch_device.type}': device generators restart from the seed",
                 stacklevel=2,
             )
         for name in {*self._cpu, *state["cpu"]}:
@@ -116,15 +116,15 @@ class Generators:
 
 
 def global_state(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """States of the global generators of Python, numpy and torch (CPU, and `device` when it is a GPU)."""
+    """Return the states of the global generators of Python, numpy and torch (CPU, and a GPU `device`)."""
     import numpy as np
     import torch
 
     numpy_state: Any = np.random.get_state()
     if numpy_state[0] != "MT19937":
         raise CheckpointError(
-            f"numpy's global generator is {numpy_state[0]}, whose state cannot be kept: leave it the MT19937 "
-            "it is by default, and use numpy.random.default_rng for others"
+            f"numpy's global generator is {numpy_state[0]}, whose state cannot be saved: keep the default "
+            "MT19937 and use numpy.random.default_rng for others"
         )
     version, words, gauss = random.getstate()
     state = {
@@ -146,7 +146,7 @@ def global_state(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def set_global_state(state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
-    """Take back what `global_state` gave."""
+    """Restore the result of `global_state`."""
     import numpy as np
     import torch
 

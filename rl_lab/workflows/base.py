@@ -1,7 +1,7 @@
-"""The base of every algorithm: what the Orchestrator may call, and help for writing it.
+"""Base class of all algorithms: the methods that the Orchestrator calls, and helpers for subclasses.
 
-The plain way in needs `initialize` and one update that returns a dict of floats. The fast way in declares
-`hooks()`: pure fixed-shape steps that can be captured as CUDA graphs. Both run on the same loop.
+A plain workflow implements `initialize` and one update that returns a dict of floats. A fast one declares
+`hooks()`: pure steps with fixed shapes that can be captured as CUDA graphs. Both run in the same loop.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rl_lab.records import (
     Batch,
     BatchSpec,
     CollectResult,
-    Dreamed,
     Episode,
     EpisodeTracker,
     Hook,
     Imagined,
+    ImaginedStep,
     Spec,
     return_statistics,
 )
@@ -36,7 +36,7 @@ Metrics = Mapping[str, Any]
 
 
 class WorldModelWorkflow(ABC):
-    """Pure algorithm: given observations, actions; given a batch, losses and an update."""
+    """One algorithm: `act` maps observations to actions, and each hook maps a batch to an update."""
 
     # Config paths that a phase's `set:` may change; the workflow reads them with `phase_value`.
     phase_settings: tuple[str, ...] = ()
@@ -50,9 +50,9 @@ class WorldModelWorkflow(ABC):
 
     @abstractmethod
     def initialize(self, context: WorkflowContext) -> None:
-        """Bind parts from the context and set up state. Called once, before anything else."""
+        """Take the parts from the context and set up state. Called once, before all other methods."""
 
-    # ---------------------------------------------------------------- what it can be asked to do
+    # ---------------------------------------------------------------- updates, acting, imagination
 
     def update_world_model(self, batch: Batch, *, phase: PhaseConfig) -> Metrics:
         """One gradient step on the world model; returns metrics."""
@@ -63,7 +63,7 @@ class WorldModelWorkflow(ABC):
         raise NotImplementedError
 
     def hooks(self) -> dict[str, Hook]:
-        """Name -> Hook. By default the update methods that the subclass wrote, as plain hooks."""
+        """Name -> Hook. The default is one plain hook for each update method that the subclass overrides."""
         hooks: dict[str, Hook] = {}
         for name, prefix in (("update_world_model", "train"), ("update_controller", "controller")):
             if getattr(type(self), name) is not getattr(WorldModelWorkflow, name):
@@ -71,7 +71,7 @@ class WorldModelWorkflow(ABC):
         return hooks
 
     def plain_batch(self) -> BatchSpec:
-        """Batch of the plain hooks: `batch_length` transitions, never across an episode's end."""
+        """Batch of the plain hooks: `batch_length` transitions that never cross the end of an episode."""
         algorithm = self._bound().config.algorithm
         return BatchSpec(
             size=int(algorithm.batch_size), length=int(algorithm.batch_length) + 1, boundary="within"
@@ -84,103 +84,103 @@ class WorldModelWorkflow(ABC):
         is_first: torch.Tensor,  # (N,) bool
         mode: ActMode,
     ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
-        """Actions for N environments, the policy's next memory, and columns to store with the rows.
+        """Actions for N environments, the next policy state, and extra columns to store with the rows.
 
-        A policy that remembers its last action keeps it as `action` in its memory: one who acts in its place (play)
-        puts there what was really done.
+        A policy that needs its last action keeps it as `action` in its state. When somebody else acts (play),
+        the executed action is written there.
         """
         raise NotImplementedError
 
     def before_act(self, mode: ActMode) -> None:
-        """Called before each `act` that may be replayed from a recording: put changing numbers where `act` reads them."""
+        """Write values that change between calls to the device. Called before `act` or its CUDA graph."""
 
     def initial_policy_state(self, num_envs: int) -> PolicyState:
-        """Memory before the first step; `act` itself resets rows where `is_first`."""
+        """Policy state before the first step. `act` resets the rows where `is_first` is true."""
         return {}
 
     def policy_columns(self) -> dict[str, ArraySpec]:
-        """Columns that `act` returns as extras, stored with each row."""
+        """Specs of the extra columns that `act` returns and the buffer stores with each row."""
         return {}
 
     def collect_step(self, step: int, *, phase: PhaseConfig) -> CollectResult | None:
-        """One vector step through the Collector, with the actions that `act` chooses."""
+        """Take one vector step with the Collector and the actions of `act`."""
         result: CollectResult = self.collector.step(self, self.collect_mode(phase))
         return result
 
     def collect_mode(self, phase: PhaseConfig) -> ActMode:
-        """Exploration while collecting; the Collector fills in the generator.
+        """Exploration during collection; the Collector sets the generator.
 
-        A phase with `collect: {policy: random}` acts uniformly at random (epsilon 1).
+        A phase with `collect: {policy: random}` takes uniformly random actions (epsilon 1).
         """
         policy = phase.get("collect", {}).get("policy", "agent")
         return ActMode(sample=True, epsilon=1.0 if policy == "random" else 0.0)
 
     def imagine(self, *, horizon: int, **kwargs: Any) -> Imagined:
-        """A dream of `horizon` steps."""
+        """An imagined rollout of `horizon` steps."""
         raise NotImplementedError
 
-    # A world model that can be stepped, one action at a time: what play, the dream report and WorldModelEnv use.
-    # A dream's state holds all memory, the policy's included; every tensor in it has the B dreams first.
+    # Stepping the world model one action at a time: used by play, the dream report and WorldModelEnv.
+    # A state holds all memory, including the policy's. The first dimension of each tensor is B, the dreams.
 
     def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
-        """Memory after seeing the rows of `batch` (B, T, …) from an episode's start or middle; dreams go on from there.
+        """State after the rows of `batch` (B, T, …), where a dream continues. They may start mid-episode.
 
-        The last row's action has not been taken yet and is not read.
+        The action of the last row is not read: it has not been taken yet.
         """
         raise NotImplementedError
 
     def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
-        """The current state decoded: name -> (B, …) as stored. Empty for a model without a decoder."""
+        """Decode the state: name -> (B, …) in the format of stored observations. Empty without a decoder."""
         return {}
 
     def dreamed_observations(self, spec: Spec) -> list[str]:
-        """Which of the environment's observations `dream_observation` gives."""
+        """Names of the environment's observations that `dream_observation` returns."""
         decodes = type(self).dream_observation is not WorldModelWorkflow.dream_observation
         return list(spec.observations) if decodes else []
 
     def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
-        """What the agent would do in the dream: (B, …) actions, and the state with the policy's next memory."""
+        """The policy's actions (B, …) in this state, and the state with the updated policy memory."""
         raise NotImplementedError
 
     def dream_step(
         self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
-    ) -> tuple[PolicyState, Dreamed]:
-        """Take (B, …) actions: the next state and what the model expects to arrive with it."""
+    ) -> tuple[PolicyState, ImaginedStep]:
+        """Take (B, …) actions; returns the next state and the predicted reward, end and observations."""
         raise NotImplementedError
 
     def inspect_policy(self, state: PolicyState) -> dict[str, torch.Tensor]:
-        """What the policy thinks where it stands: name -> (N,), such as `value` and `entropy`. For looking, not learning.
+        """Diagnostics of the policy: name -> (N,), such as `value` and `entropy`. Empty if it has none.
 
-        state: what `act` or `dream_act` returned. Empty for a policy that has nothing to tell.
+        state: returned by `act` or `dream_act`
         """
         return {}
 
-    # Steps after which play begins a dream's memory anew from its own frames, where it grows with the dream's length.
+    # Steps after which play rebuilds a dream's memory from its last frames (for memory that grows each step).
     dream_flush: int | None = None
 
     @property
     def can_dream(self) -> bool:
-        """Whether this workflow's model can be stepped."""
+        """Whether the world model of this workflow can be stepped."""
         return type(self).dream_step is not WorldModelWorkflow.dream_step
 
     def report(self, batch: Batch) -> dict[str, Any]:
-        """Things to look at: name -> float, image (C, H, W) or video (T, C, H, W), uint8."""
+        """Diagnostics to log: name -> float, uint8 image (C, H, W) or uint8 video (T, C, H, W)."""
         return {}
 
     def weights_loaded(self) -> None:
-        """Parts were given other weights: what was copied from them before is to be copied again."""
+        """Refresh copies of the parts' weights. Called after weights were loaded into the parts."""
 
     def get_state(self) -> dict[str, Any]:
-        """State of the algorithm beyond parts, controllers and optimizers."""
+        """Checkpoint state that is not in the parts, controllers and optimizers."""
         return {}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` gave."""
+        """Restore the result of `get_state`."""
 
-    # ---------------------------------------------------------------- help for subclasses
+    # ---------------------------------------------------------------- helpers for subclasses
 
     def attach(self, context: WorkflowContext) -> None:
-        """Keep the context and the collector. The build calls this just before `initialize`."""
+        """Store the context and the collector. `rl_lab.build` calls this before `initialize`."""
         self.context = context
         self.collector = context.collector
 
@@ -190,10 +190,10 @@ class WorldModelWorkflow(ABC):
         return self.context
 
     def _bind_context(self, context: WorkflowContext) -> None:
-        """Where a workflow extracts what it needs, under its own names."""
+        """Assign the parts that the workflow uses to attributes. Override this in a subclass."""
 
     def phase_value(self, phase: PhaseConfig, path: str) -> float:
-        """A config value that the phase's `set:` may have changed."""
+        """The value at a config path, or the one that the phase's `set:` gives for it."""
         overrides = phase.get("set", {})
         if path in overrides:
             return float(overrides[path])
@@ -203,7 +203,7 @@ class WorldModelWorkflow(ABC):
         return float(node)
 
     def _reset_rollout_state(self, *, initial_obs: Any, initial_dones: Any = None) -> None:
-        """Where a plain `collect_step` goes on from; called again after a resume."""
+        """Set the observation that a custom `collect_step` continues from. Called again after a resume."""
         self.current_obs = initial_obs
         self.current_dones = initial_dones
 
@@ -215,7 +215,7 @@ class WorldModelWorkflow(ABC):
             self._tracker.lengths[:] = 0
 
     def _update_episode_stats(self, reward: Any, done: Any, info: Any = None) -> int:
-        """Add one vector step; returns how many episodes ended."""
+        """Add one vector step; returns the number of episodes that ended."""
         if self._tracker is None:
             self._reset_episode_tracking(int(np.size(reward)))
         assert self._tracker is not None
@@ -231,39 +231,37 @@ class WorldModelWorkflow(ABC):
             self._tracker.set_state(state)
 
     def finished_episodes(self) -> list[Episode]:
-        """Episodes that ended since the last call: the workflow's own tracking, or the Collector's."""
+        """Episodes that ended since the last call, from the workflow's own tracker or the Collector's."""
         if self._tracker is not None:
             return self._tracker.drain()
         return self.collector.tracker.drain() if self.collector is not None else []
 
     def return_statistics(self) -> dict[str, float]:
-        """Mean, std, min and max of the recent returns."""
+        """Mean, std, min and max of the recent episode returns."""
         tracker = self._tracker or (self.collector.tracker if self.collector is not None else None)
         return return_statistics(list(tracker.history)) if tracker else {}
 
 
-# --------------------
-# Dreams with the policy's own actions, as films: the part of a report that every world model shows alike.
+# ---------------------------------------------------------------- report of imagined rollouts
+
+DARKENING = 4  # divides the pixel values of frames after the probable end of a rollout
 
 
-DIM = 4  # frames of a dream that has probably ended are this many times darker
+def imagined_report(imagined: Imagined, *, discount: float = 1.0) -> dict[str, Any]:
+    """Videos and mean return of decoded rollouts with the policy's actions, B starts and H steps.
 
+    imagination/<name>   (H+1, C, h, B·w) uint8, per image: rollouts side by side, darkened after their end
+    imagination_return   mean predicted undiscounted return until the end
 
-def imagined_report(dream: Imagined, *, discount: float = 1.0) -> dict[str, Any]:
-    """Of a decoded dream of B starts and H steps:
-
-    imagination/<name>   (H+1, C, h, B·w) uint8, for every image: the dreams side by side, dark once they have ended
-    imagination_return   mean over dreams of what they promise until their end, undiscounted
-
-    discount: what `dream.cont` holds besides the chance of going on
+    discount: the factor of `imagined.cont` that is not the probability of continuing
     """
-    assert dream.reward is not None and dream.cont is not None and dream.obs is not None
-    alive = torch.cumprod((dream.cont / discount).clamp(max=1.0), 1)  # (B, H+1)
+    assert imagined.reward is not None and imagined.cont is not None and imagined.obs is not None
+    alive = torch.cumprod((imagined.cont / discount).clamp(max=1.0), 1)  # (B, H+1)
     report: dict[str, Any] = {
-        "imagination_return": float((dream.reward[:, 1:] * alive[:, :-1]).sum(1).mean())
+        "imagination_return": float((imagined.reward[:, 1:] * alive[:, :-1]).sum(1).mean())
     }
-    for key, frames in dream.obs.items():
+    for key, frames in imagined.obs.items():
         if frames.dtype == torch.uint8 and frames.ndim == 5:
-            shown = torch.where(alive[..., None, None, None] < 0.5, frames // DIM, frames)
+            shown = torch.where(alive[..., None, None, None] < 0.5, frames // DARKENING, frames)
             report[f"imagination/{key}"] = shown.permute(1, 2, 3, 0, 4).flatten(3, 4).cpu()
     return report

@@ -1,4 +1,4 @@
-"""What a workflow is handed once, at the start."""
+"""The context that a workflow receives in `initialize`: config, parts, optimizers, buffers, environments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class WorldModelComponents(nn.Module):
-    """The parts named under `components:` in the config, as attributes: `context.components.encoder`."""
+    """The parts under `components:` in the config, as attributes: `context.components.encoder`."""
 
     def __init__(self, parts: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -33,7 +33,9 @@ class WorldModelComponents(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             names = self.__dict__.get("_names", [])
-            raise AttributeError(f"no component '{name}'.{closest(name, names)}") from None
+            raise AttributeError(
+                f"components.{name} does not exist: add it to the config.{closest(name, names)}"
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -44,7 +46,7 @@ class WorldModelComponents(nn.Module):
 
 @dataclass(frozen=True)
 class WorkflowContext:
-    """Everything a workflow may use. Tools that only act (play, eval, load_agent) leave the rest None."""
+    """Everything a workflow may use. Tools that only act (play, eval) leave the fields for training empty."""
 
     config: DictConfig
     device: torch.device
@@ -61,25 +63,26 @@ class WorkflowContext:
     initial_observation: Any = None
     initial_dones: Any = None
     global_step: int = 0
-    trains: bool = False  # False for an agent that only acts: it has no optimizers
+    trains: bool = False  # False for an agent that only acts and has no optimizers
 
     def count_parameters(self) -> int:
-        """Of all components and controllers."""
+        """Number of parameters of all components and controllers."""
         modules = [self.components, *(module for _, module in self.controller_manager.modules())]
         return sum(p.numel() for module in modules for p in module.parameters())
 
     def component(self, name: str, *methods: str) -> Any:
-        """The component of that name, checked to have the methods the workflow will call."""
+        """The component of that name. Raises if it lacks one of the methods, which the workflow will call."""
         return _checked("components", name, dict(self.components.items()), methods)
 
     def controller(self, name: str, *methods: str) -> Any:
         return _checked("controllers", name, dict(self.controller_manager.items()), methods)
 
     def optimizer(self, name: str) -> Any:
-        """The optimizer of that name; None where there is nothing to train (an agent loaded to act)."""
+        """The optimizer of that name; None for an agent that was loaded only to act."""
         if (self.trains or self.optimizers) and name not in self.optimizers:
             raise ConfigError(
-                f"optimizers.{name} is missing, and this workflow needs it.{closest(name, self.optimizers)}"
+                f"optimizers.{name} is missing and this workflow needs it: add it to the config."
+                f"{closest(name, self.optimizers)}"
             )
         return self.optimizers.get(name)
 
@@ -89,34 +92,38 @@ class WorkflowContext:
         optimizers: Mapping[str, torch.optim.Optimizer],
         main: str = "model",
     ) -> None:
-        """Refuse a part that none of the optimizers trains: it would keep its first weights, and nothing would say so.
+        """Raise if no optimizer trains a part: it would silently keep its initial weights.
 
-        main: the name of the optimizer that the message is about
+        main: the name of the optimizer that the error message starts with
         """
         if not self.trains:
             return
-        held = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
-        left = [
-            name for name, own in parts.items() if any(p.requires_grad and id(p) not in held for p in own)
+        optimized = {id(p) for o in optimizers.values() for group in o.param_groups for p in group["params"]}
+        untrained = [
+            name
+            for name, own in parts.items()
+            if any(p.requires_grad and id(p) not in optimized for p in own)
         ]
-        if left:
+        if untrained:
             key = f"optimizers.{main}" + (".modules" if main in optimizers else " is missing")
             raise ConfigError(
-                f"{key}: no optimizer trains {', '.join(left)} (optimizers found: {', '.join(optimizers) or 'none'}); "
-                "name them in the `modules` of one (a phase's `freeze` keeps weights as they are)"
+                f"{key}: no optimizer trains {', '.join(untrained)} "
+                f"(optimizers found: {', '.join(optimizers) or 'none'}); "
+                "add them to the `modules` of one (to keep weights fixed, use a phase's `freeze`)"
             )
 
 
-def _checked(room: str, name: str, parts: Mapping[str, Any], methods: tuple[str, ...]) -> Any:
+def _checked(group: str, name: str, parts: Mapping[str, Any], methods: tuple[str, ...]) -> Any:
     if name not in parts:
         raise ConfigError(
-            f"this workflow needs {room}.{name}, which the config does not have.{closest(name, parts)}"
+            f"{group}.{name} is missing and this workflow needs it: add it to the config."
+            f"{closest(name, parts)}"
         )
     part = parts[name]
     missing = [method for method in methods if not callable(getattr(part, method, None))]
     if missing:
         raise ConfigError(
-            f"{room}.{name} ({type(part).__name__}) lacks {', '.join(f'{m}()' for m in missing)}, "
-            "which this workflow calls. Choose another part, or add the method."
+            f"{group}.{name} ({type(part).__name__}) has no {', '.join(f'{m}()' for m in missing)}, "
+            "which this workflow calls: choose another part or add the method"
         )
     return part

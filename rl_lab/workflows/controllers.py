@@ -12,14 +12,16 @@ from rl_lab.errors import ConfigError, closest
 
 
 class ControllerManager:
-    """Holds controllers by name, moves them between devices and modes, and gives their state to checkpoints."""
+    """Controllers by name; sets their device and mode and returns their state for checkpoints."""
 
     def __init__(self, controllers: Mapping[str, Any] | None = None) -> None:
         self._controllers = dict(controllers or {})
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._controllers:
-            raise ConfigError(f"no controller '{name}'.{closest(name, self._controllers)}")
+            raise ConfigError(
+                f"controllers.{name} does not exist: add it to the config.{closest(name, self._controllers)}"
+            )
         return self._controllers[name]
 
     def __contains__(self, name: object) -> bool:

@@ -1,4 +1,4 @@
-"""Acts at random and learns nothing: for collecting data, and as the floor that any algorithm must beat."""
+"""Random actions without learning: to collect data, and as the baseline that an algorithm must beat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_lab.workflows.context import WorkflowContext
 
 
 class RandomWorkflow(WorldModelWorkflow):
-    """Controller `policy`, usually the random one; any controller with act(obs, mode) will do."""
+    """Needs one controller `policy`: RandomPolicyController or any other with `act(obs, mode)`."""
 
     def initialize(self, context: WorkflowContext) -> None:
         self.policy = context.controller("policy", "act")

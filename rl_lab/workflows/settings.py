@@ -1,4 +1,4 @@
-"""Reading `algorithm.*`: what every workflow's settings ask of the config, and say in the same words."""
+"""Helpers that read `algorithm.*` for the settings of every workflow."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rl_lab.errors import ConfigError, reject_unknown
 
 
 def require_all(settings: type, algorithm: Mapping[str, Any], group: str) -> None:
-    """Every field of the dataclass `settings` must stand in `algorithm`; configs/algorithm/<group>.yaml has them."""
+    """Raise unless `algorithm` has every field of the dataclass; configs/algorithm/<group>.yaml does."""
     missing = [item.name for item in fields(settings) if item.name not in algorithm]
     if missing:
         raise ConfigError(
-            f"the config lacks algorithm.{', algorithm.'.join(missing)}: "
-            f"add `- /algorithm: {group}` to the experiment's defaults, which states them all"
+            f"algorithm.{', algorithm.'.join(missing)}: not in the config; "
+            f"add `- /algorithm: {group}` to the experiment's defaults, which sets all of them"
         )
 
 
 def read_loss_scales(
     algorithm: Mapping[str, Any], losses: Sequence[str], *, complete: bool = True
 ) -> dict[str, float]:
-    """`algorithm.loss_scales`: a number for each loss, or (complete=False) for some of them."""
+    """`algorithm.loss_scales`: one factor for each loss, or for some of them (complete=False)."""
     scales = {str(key): float(value) for key, value in algorithm["loss_scales"].items()}
     reject_unknown("algorithm.loss_scales", scales, losses)
-    lacking = sorted(set(losses) - set(scales))
-    if complete and lacking:
-        raise ConfigError(f"algorithm.loss_scales lacks {', '.join(lacking)}")
+    missing = sorted(set(losses) - set(scales))
+    if complete and missing:
+        raise ConfigError(f"algorithm.loss_scales has no value for {', '.join(missing)}: add one")
     return scales

@@ -1,4 +1,4 @@
-"""Counter streams: row p of stream n carries the number 1000·n + p everywhere, so misplaced rows show."""
+"""Counter streams: all columns of row p of stream n encode 1000·n + p, so misplaced rows are detected."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def expected(batch: Batch) -> torch.Tensor:
-    """(B, T) the counts that a batch must hold, from its index alone."""
+    """Return the counts (B, T) that a batch must have, computed from its index."""
     steps = torch.arange(batch["obs/count"].shape[1])
     return 1000 * batch.index.stream[:, None] + batch.index.position[:, None] + steps
 
 
 def assert_aligned(batch: Batch) -> None:
-    """Every column of every real row is what was stored at the row's stream and position."""
+    """Check every column of every row that is not padding against its stream and position."""
     count = expected(batch)
     real = torch.ones_like(count, dtype=torch.bool) if batch.mask is None else batch.mask
     assert torch.equal(batch["obs/count"], torch.where(real, count, 0))
@@ -74,7 +74,7 @@ def assert_aligned(batch: Batch) -> None:
 
 
 def episode_numbers(buffer: ReplayBuffer) -> np.ndarray:
-    """(N, stored) episode of each held row, by counting `is_first` in a plain loop."""
+    """Return the episode (N, stored) of each stored row, by counting `is_first` in a loop."""
     batch = buffer.read(buffer.oldest_position, buffer.total_rows - buffer.oldest_position)
     numbers = np.zeros(batch.is_first.shape, dtype=int)
     for stream in range(numbers.shape[0]):

@@ -1,4 +1,4 @@
-"""A slow model of a buffer of episodes: lists of numbers, and every rule written out as a loop."""
+"""A slow reference model of EpisodeBuffer: lists of counts, with every rule as a loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = {
 
 
 def episode_buffer(folder: Path, **options: Any) -> EpisodeBuffer:
-    """Small blocks and chunks, so that short episodes take several of them."""
+    """Create an EpisodeBuffer with small blocks and chunks, so that short episodes need several."""
     given = {"num_streams": 2, "block_rows": 4, "chunk_bytes": 4096, "mutable": ("latent",), **options}
     return EpisodeBuffer(COLUMNS, folder=folder, **given)
 
@@ -32,7 +32,7 @@ def episode_buffer(folder: Path, **options: Any) -> EpisodeBuffer:
 def rows_of(
     counts: np.ndarray, first: np.ndarray, ended: np.ndarray, truncated: bool = False
 ) -> dict[str, Any]:
-    """Rows that carry a number everywhere. counts, first, ended: (N, T)"""
+    """Return rows whose columns all encode the count. counts, first, ended: (N, T)"""
     counts = np.asarray(counts, dtype=np.int64)
     return {
         "obs/count": counts,
@@ -46,7 +46,7 @@ def rows_of(
 
 
 def add_episodes(buffer: EpisodeBuffer, lengths: list[int], *, end: bool = True) -> None:
-    """Episodes of these lengths to stream 0, one after the other, counting on; other streams get one-row episodes."""
+    """Add episodes of these lengths to stream 0; other streams get one-row episodes."""
     for length in lengths:
         start, n = buffer.total_rows, buffer.num_streams
         counts = 1000 * np.arange(n)[:, None] + np.arange(start, start + length)
@@ -58,7 +58,7 @@ def add_episodes(buffer: EpisodeBuffer, lengths: list[int], *, end: bool = True)
 
 @dataclass
 class Held:
-    """An episode of the model."""
+    """An episode of the reference model."""
 
     stream: int
     start: int
@@ -68,7 +68,7 @@ class Held:
 
 
 class Model:
-    """What a buffer must hold, by the rules alone."""
+    """The expected contents of a buffer."""
 
     def __init__(self, streams: int, capacity: int | None, with_open: bool, longest: int = 10**9) -> None:
         self.streams, self.capacity, self.with_open, self.longest = streams, capacity, with_open, longest
@@ -173,7 +173,7 @@ def assert_same_content(buffer: EpisodeBuffer, model: Model) -> None:
 
 
 def everything(buffer: EpisodeBuffer, numbers: list[int] | None = None) -> dict[int, list[int]]:
-    """Episode number -> its counts, read from disk."""
+    """Return episode number -> counts, read from disk."""
     found = {}
     for number in buffer._store.table.numbers().tolist() if numbers is None else numbers:
         blocks = buffer._store.layout.blocks(buffer._store.table.fact(number, "rows"))

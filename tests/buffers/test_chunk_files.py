@@ -18,7 +18,7 @@ SPEC = BatchSpec(size=4, length=5, context=1, sampler="online")
 
 
 def save(buffer: ReplayBuffer, folder: Path) -> dict[str, Any]:
-    """A checkpoint as it comes back from JSON, its files checked against what it says of them."""
+    """Save a checkpoint, check its files and return the entry after a JSON round trip."""
     entry = json.loads(json.dumps(buffer.checkpoint(folder)))
     for name, info in entry["files"].items():
         content = (folder / name).read_bytes()
@@ -42,7 +42,7 @@ def write_back_something(buffer: ReplayBuffer, generator: torch.Generator) -> to
 
 
 @pytest.mark.parametrize("rows", [0, 5, 8, 31, 32, 45, 130])
-def test_restored_buffer_goes_on_exactly_like_the_original(tmp_path: Path, rows: int) -> None:
+def test_restored_buffer_matches_original(tmp_path: Path, rows: int) -> None:
     buffer = counter_buffer(0)
     buffer.make_batch(SPEC)
     extend(buffer, rows, episode=7)
@@ -99,21 +99,21 @@ def test_complete_chunks_are_written_once(tmp_path: Path) -> None:
     assert {name for name in third["files"] if name not in second["files"]} == {
         f"mutable-0000000{chunk}-00000003.pt" for chunk in range(4)
     }
-    assert all((tmp_path / name).exists() for name in first["files"])  # earlier checkpoints stay whole
+    assert all((tmp_path / name).exists() for name in first["files"])  # earlier checkpoints stay complete
 
 
-def test_earlier_checkpoint_is_still_what_it_was(tmp_path: Path) -> None:
+def test_earlier_checkpoint_is_unchanged(tmp_path: Path) -> None:
     buffer, reference = counter_buffer(20), counter_buffer(20)
     entry = save(buffer, tmp_path)
     extend(buffer, 30)
     write_back_something(buffer, seeded())
     save(buffer, tmp_path)
-    twin = counter_buffer(3)  # with rows of its own, which go
+    twin = counter_buffer(3)  # with its own rows, which are replaced
     twin.restore(tmp_path, entry)
     assert same_rows(twin, reference)
 
 
-def test_saving_goes_on_after_a_restore_without_writing_again(tmp_path: Path) -> None:
+def test_save_after_restore_reuses_files(tmp_path: Path) -> None:
     entry = save(counter_buffer(40), tmp_path)
     times = {name: (tmp_path / name).stat().st_mtime_ns for name in entry["files"]}
     twin = counter_buffer(0)
@@ -124,20 +124,20 @@ def test_saving_goes_on_after_a_restore_without_writing_again(tmp_path: Path) ->
     assert set(save(twin, elsewhere)["files"]) == {path.name for path in elsewhere.iterdir()}
 
 
-def test_chunks_of_an_abandoned_future_are_not_trusted(tmp_path: Path) -> None:
+def test_save_ignores_files_after_checkpoint(tmp_path: Path) -> None:
     buffer = counter_buffer(12)
     entry = save(buffer, tmp_path)
     extend(buffer, 12)
-    save(buffer, tmp_path)  # chunk 1 now lies in the folder; the run then goes back to the first checkpoint
+    save(buffer, tmp_path)  # chunk 1 is in the folder; the run then restores the first checkpoint
     twin = counter_buffer(0)
     twin.restore(tmp_path, entry)
-    extend(twin, 12, episode=3)  # and lives through something else
+    extend(twin, 12, episode=3)  # and collects different rows
     again = counter_buffer(0)
     again.restore(tmp_path, save(twin, tmp_path))
     assert same_rows(again, twin) and not same_rows(again, buffer)
 
 
-def test_another_chunk_size_reads_the_same_rows(tmp_path: Path) -> None:
+def test_restore_with_another_chunk_size(tmp_path: Path) -> None:
     buffer = counter_buffer(50)
     twin = counter_buffer(0, chunk_rows=5)
     twin.restore(tmp_path, save(buffer, tmp_path))
@@ -146,7 +146,7 @@ def test_another_chunk_size_reads_the_same_rows(tmp_path: Path) -> None:
     assert same_rows(buffer, again)
 
 
-def test_added_columns_come_back_and_are_saved_only_when_changed(tmp_path: Path) -> None:
+def test_added_columns(tmp_path: Path) -> None:
     buffer = counter_buffer(20, mutable=())
     buffer.add_column("code", ArraySpec((), "int16"))
     buffer.write(8, {"code": torch.ones(2, 4, dtype=torch.int16)})
@@ -160,7 +160,7 @@ def test_added_columns_come_back_and_are_saved_only_when_changed(tmp_path: Path)
     assert twin.read(0, 20)["code"].sum() == 8 and twin.columns["code"] == ArraySpec((), "int16")
 
 
-def test_what_does_not_fit_is_named_with_both_sides(tmp_path: Path) -> None:
+def test_layout_mismatch_errors(tmp_path: Path) -> None:
     entry = save(counter_buffer(20), tmp_path)
     with pytest.raises(CheckpointError, match="capacity 64, but this run's config asks for 80"):
         counter_buffer(0, per_stream=40).restore(tmp_path, entry)
@@ -169,16 +169,16 @@ def test_what_does_not_fit_is_named_with_both_sides(tmp_path: Path) -> None:
     columns = {**COLUMNS, "action": ArraySpec((5,), "float32"), "depth": ArraySpec((), "float32")}
     other = ReplayBuffer(columns, capacity=64, num_streams=2)
     with pytest.raises(
-        CheckpointError, match=r"'action' is float32 \(5,\) here and float32 \(2,\) there"
+        CheckpointError, match=r"'action' is float32 \(5,\) in this run and float32 \(2,\) in the stored data"
     ) as error:
         other.restore(tmp_path, entry)
-    assert "'depth' is float32 () here and absent there" in str(error.value)
+    assert "'depth' is float32 () in this run and absent in the stored data" in str(error.value)
     with pytest.raises(CheckpointError, match="format 99"):
         counter_buffer(0).restore(tmp_path, {**entry, "meta": {**entry["meta"], "format": 99}})
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "garbage", "wrong rows", "other file", "path"])
-def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
+def test_damaged_file_errors(tmp_path: Path, damage: str) -> None:
     entry = save(counter_buffer(20), tmp_path)
     name = "chunk-00000001.pt"
     path = tmp_path / name
@@ -201,17 +201,17 @@ def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
         counter_buffer(0).restore(tmp_path, entry)
 
 
-def test_a_file_left_out_of_the_list_is_noticed(tmp_path: Path) -> None:
+def test_incomplete_file_list_error(tmp_path: Path) -> None:
     entry = save(counter_buffer(20), tmp_path)
     entry["meta"]["parts"]["fixed"].pop(0)
-    with pytest.raises(CheckpointError, match="do not hold all of its 20 rows"):
+    with pytest.raises(CheckpointError, match="do not hold all of the 20 rows"):
         counter_buffer(0).restore(tmp_path, entry)
 
 
-def test_replay_files_carry_no_code(tmp_path: Path) -> None:
+def test_pickled_objects_are_refused(tmp_path: Path) -> None:
     entry = save(counter_buffer(20), tmp_path)
     path = tmp_path / "chunk-00000000.pt"
-    torch.save({"start": 0, "columns": {"reward": Path("/")}}, path)  # anything that is not plain data
+    torch.save({"start": 0, "columns": {"reward": Path("/")}}, path)  # an object that is not plain data
     entry["files"][path.name]["bytes"] = path.stat().st_size
     with pytest.raises(CheckpointError, match="cannot be read"):
         counter_buffer(0).restore(tmp_path, entry)

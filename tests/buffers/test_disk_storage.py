@@ -1,4 +1,4 @@
-"""Rows in mapped files behave as rows in memory do, take disk only once written, and leave nothing behind."""
+"""Rows in memory-mapped files behave like rows in memory, take disk space when written, and leave no files."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ def same(left: Batch, right: Batch) -> bool:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.boundary)
-def test_same_rows_draws_and_write_backs_as_in_memory(spec: BatchSpec, tmp_path: Path) -> None:
+def test_disk_matches_memory(spec: BatchSpec, tmp_path: Path) -> None:
     memory, disk = counter_buffer(0), counter_buffer(0, storage="disk", folder=tmp_path)
     mine, theirs = seeded(3), seeded(3)
-    for turn in range(20):  # 60 rows through rings of 32
+    for turn in range(20):  # 60 rows in rings of 32
         extend(memory, 3, episode=7)
         extend(disk, 3, episode=7)
-        if not all([memory.ready(spec), disk.ready(spec)]):  # both: asking starts the sampler's queue
+        if not all(
+            [memory.ready(spec), disk.ready(spec)]
+        ):  # both, because ready() creates the sampler and its queue
             continue
         ours, its = memory.sample(spec, generator=mine), disk.sample(spec, generator=theirs)
         assert_aligned(its)
@@ -53,7 +55,7 @@ def test_same_rows_draws_and_write_backs_as_in_memory(spec: BatchSpec, tmp_path:
     assert disk.storage_device.type == "cpu" and disk.on_host
 
 
-def test_disk_and_memory_read_each_others_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_are_interchangeable(tmp_path: Path) -> None:
     for source, target in (("host", "disk"), ("disk", "host")):
         folder = tmp_path / source
         saved = counter_buffer(45, episode=6, storage=source)
@@ -67,23 +69,23 @@ def test_disk_and_memory_read_each_others_checkpoints(tmp_path: Path) -> None:
         assert same(everything(saved), everything(restored))
 
 
-def test_capacity_takes_no_disk_until_written_and_no_file_is_left(tmp_path: Path) -> None:
+def test_files_are_sparse_and_temporary(tmp_path: Path) -> None:
     buffer = counter_buffer(0, per_stream=10_000_000, storage="disk", folder=tmp_path / "scratch")
     files = buffer._columns.files
     assert buffer.nbytes > 0.8e9
     assert files.used_bytes() < 100_000
     extend(buffer, 300)
     assert 300 * 2 * 20 < files.used_bytes() < 1_000_000
-    buffer.add_column("code", ArraySpec((1000,), "float32"))  # rows that are held get their disk at once
+    buffer.add_column(
+        "code", ArraySpec((1000,), "float32")
+    )  # disk space for stored rows is reserved immediately
     assert files.used_bytes() > 512 * 2 * 4000
-    assert list((tmp_path / "scratch").iterdir()) == []  # nameless: a killed process leaves none
+    assert list((tmp_path / "scratch").iterdir()) == []  # unnamed: a killed process leaves no files
     assert f"on disk in {tmp_path / 'scratch'}" in buffer.describe() and "are free there" in buffer.describe()
 
 
 @pytest.mark.parametrize("can_reserve", [True, False])
-def test_a_full_disk_is_said_before_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch, can_reserve: bool
-) -> None:
+def test_full_disk_error(monkeypatch: pytest.MonkeyPatch, can_reserve: bool) -> None:
     buffer = counter_buffer(0, per_stream=1000, storage="disk")
 
     def full(*arguments: object) -> None:
@@ -93,34 +95,35 @@ def test_a_full_disk_is_said_before_anything_is_written(
         monkeypatch.delattr(os, "posix_fallocate")
     extend(buffer, 256)
     monkeypatch.setattr(os, "posix_fallocate" if can_reserve else "pwrite", full, raising=False)
-    with pytest.raises(LabError, match=r"no room for more rows.*No space left on device.*resume"):
+    with pytest.raises(LabError, match=r"no space for more rows.*No space left on device.*resume"):
         extend(buffer, 1)
-    assert buffer.total_rows == 256  # and what is there can still be saved
+    assert buffer.total_rows == 256  # the stored rows can still be saved
     assert_aligned(buffer.sample(BatchSpec(size=4, length=8), generator=seeded()))
     monkeypatch.undo()
     extend(buffer, 10)
     assert_aligned(buffer.sample(BatchSpec(size=4, length=8), generator=seeded()))
 
 
-def test_files_that_cannot_be_made_are_explained(tmp_path: Path) -> None:
+def test_file_creation_errors(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(ConfigError, match="cannot keep its rows in"):
+    with pytest.raises(ConfigError, match=r"cannot be created \(.*set another folder"):
         counter_buffer(0, storage="disk", folder=blocked / "below")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(
-            ConfigError, match=r"no file of .* GB for column 'obs/count'.*Lower the buffer's capacity"
+            ConfigError,
+            match=r"a file of .* GB for column 'obs/count' cannot be created.*lower the buffer's capacity",
         ):
             counter_buffer(0, per_stream=1000, storage="disk")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(ConfigError, match="lie in no folder"):
+    with pytest.raises(ConfigError, match="folder is used only with storage: disk"):
         counter_buffer(0, storage="host", folder=tmp_path)
 
 
-def test_shipped_config_swaps_in() -> None:
+def test_config() -> None:
     path = CONFIG_FOLDER / "buffer" / "disk.yaml"
     first, comment, *_ = path.read_text().splitlines()
     assert first == "# @package buffers.replay" and comment.startswith("# ")

@@ -1,4 +1,4 @@
-"""Episodes in checkpoints: resumed equals never stopped, files shared and kept, damage named or done without."""
+"""Checkpoints of EpisodeBuffer: exact resume, hard links, damaged files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPECS = [
 
 
 def save(buffer: EpisodeBuffer, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint as it comes back from JSON, its files checked, and the samplers' state as it comes back from disk."""
+    """Save a checkpoint and check its files; return the entry and the samplers' state after a round trip."""
     entry = json.loads(json.dumps(buffer.checkpoint(folder)))
     for name, info in entry["files"].items():
         content = (folder / name).read_bytes()
@@ -45,7 +45,7 @@ def save(buffer: EpisodeBuffer, folder: Path) -> tuple[dict[str, Any], dict[str,
 
 
 def live(buffer: EpisodeBuffer, generator: torch.Generator, turn: int) -> list[Any]:
-    """Some rows, a batch of each kind, a write-back. returns: all that was drawn"""
+    """Add rows, draw a batch of each kind and write back. returns: everything that was drawn"""
     rng = np.random.default_rng(turn)
     n, start = buffer.num_streams, buffer.total_rows
     counts = 1000 * np.arange(n)[:, None] + np.arange(start, start + 9)
@@ -65,7 +65,7 @@ def live(buffer: EpisodeBuffer, generator: torch.Generator, turn: int) -> list[A
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity": 60}, {"max_bytes": 5000}, {"cache_bytes": 0}], ids=str)
-def test_a_restored_buffer_goes_on_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_restored_buffer_matches_original(tmp_path: Path, options: dict[str, Any]) -> None:
     buffer, generator = episode_buffer(tmp_path / "one", **options), seeded(1)
     for spec in SPECS:
         buffer.make_batch(spec)
@@ -84,7 +84,7 @@ def test_a_restored_buffer_goes_on_exactly(tmp_path: Path, options: dict[str, An
     assert_same(buffer.get_state(), twin.get_state())
 
 
-def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
+def test_restore_deletes_later_episodes(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path / "live", num_streams=1)
     add_episodes(buffer, [9, 4])
     entry, _ = save(buffer, tmp_path / "checkpoint")
@@ -92,7 +92,7 @@ def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
     save(buffer, tmp_path / "checkpoint")
     buffer.restore(tmp_path / "checkpoint", entry)
     assert list(everything(buffer)) == [0, 1]
-    add_episodes(buffer, [3])  # another future, under other names
+    add_episodes(buffer, [3])  # different episodes, in files with other names
     again, _ = save(buffer, tmp_path / "checkpoint")
     assert everything(buffer)[2] == [13, 14, 15]
     twin = episode_buffer(tmp_path / "twin", num_streams=1)
@@ -103,7 +103,7 @@ def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
     assert everything(reopened) == everything(twin)
 
 
-def test_chunks_take_disk_once_and_survive_deletion(tmp_path: Path) -> None:
+def test_chunks_are_hard_links(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path / "live", num_streams=1, capacity=20, chunk_bytes=1)
     add_episodes(buffer, [9, 9])
     entry, _ = save(buffer, tmp_path / "checkpoint")
@@ -117,7 +117,7 @@ def test_chunks_take_disk_once_and_survive_deletion(tmp_path: Path) -> None:
     assert everything(twin) == {0: list(range(9)), 1: list(range(9, 18))}
 
 
-def test_on_another_disk_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_to_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(18, "Invalid cross-device link")
 
@@ -131,8 +131,8 @@ def test_on_another_disk_files_are_copied(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "checkpoint" / "chunk-00000000.episodes").stat().st_nlink == 1
 
 
-def test_what_a_killed_run_wrote_after_its_checkpoint_is_not_taken_for_its_own(tmp_path: Path) -> None:
-    """In the run's own folder only a checkpoint counts."""
+def test_episodes_after_checkpoint_are_ignored(tmp_path: Path) -> None:
+    """In the run's own folder only a checkpoint defines the episodes."""
 
     def start() -> EpisodeBuffer:
         return EpisodeBuffer(COLUMNS, num_streams=1, home=tmp_path / "home")
@@ -142,7 +142,7 @@ def test_what_a_killed_run_wrote_after_its_checkpoint_is_not_taken_for_its_own(t
     entry, _ = save(buffer, tmp_path / "checkpoint")
     add_episodes(buffer, [5])
     buffer.close()
-    fresh = start()  # no checkpoint is restored: it begins empty
+    fresh = start()  # no checkpoint is restored: it is empty
     assert fresh.size == 0 and not fresh.ready(SPECS[0])
     fresh.close()
     resumed = start()
@@ -154,7 +154,7 @@ def test_what_a_killed_run_wrote_after_its_checkpoint_is_not_taken_for_its_own(t
     assert everything(other) == {0: list(range(4))}
     other.close()
     assert len(list((tmp_path / "home").glob("chunk-*"))) == 1
-    changed = {**COLUMNS, "reward": ArraySpec((2,), "float32")}  # of an attempt with another config
+    changed = {**COLUMNS, "reward": ArraySpec((2,), "float32")}  # of a run with another config
     EpisodeBuffer(changed, num_streams=1, home=tmp_path / "home").close()
     start().close()
 
@@ -170,7 +170,7 @@ def damaged_checkpoint(folder: Path, name: str, how: str) -> tuple[dict[str, Any
     content = everything(buffer)
     path = folder / "checkpoint" / name
     shutil.copy(path, folder / "copy")
-    os.replace(folder / "copy", path)  # no longer the same file as the buffer's
+    os.replace(folder / "copy", path)  # no longer a hard link to the buffer's file
     data = bytearray(path.read_bytes())
     if how == "flip":
         data[len(data) // 2] ^= 1
@@ -183,7 +183,7 @@ def damaged_checkpoint(folder: Path, name: str, how: str) -> tuple[dict[str, Any
 
 @pytest.mark.parametrize("how", ["flip", "short", "missing"])
 @pytest.mark.parametrize("name", ["chunk-00000001.episodes", "index-00000001.log", "memory-00000001.pt"])
-def test_damaged_files_are_named_or_done_without(tmp_path: Path, name: str, how: str) -> None:
+def test_damaged_files(tmp_path: Path, name: str, how: str) -> None:
     entry, content = damaged_checkpoint(tmp_path, name, how)
     if how != "flip":  # a flipped byte is found by the manager's checksum, or when the row is read
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
@@ -201,7 +201,7 @@ def test_damaged_files_are_named_or_done_without(tmp_path: Path, name: str, how:
         assert [item.rows for item in lost] == [missing] and lost[0].episodes == 5 - len(kept)
         assert 0 < missing < 44 and "episodes with" in str(lost[0])
     assert twin._store.table.end == 5
-    batch = twin.sample(BatchSpec(size=64, length=6), generator=seeded())  # nothing goes on across a gap
+    batch = twin.sample(BatchSpec(size=64, length=6), generator=seeded())  # no episode continues across a gap
     assert (batch["obs/count"].diff(dim=1) == 1).all()
     add_episodes(twin, [4])
     again, _ = save(twin, tmp_path / "next")
@@ -210,13 +210,13 @@ def test_damaged_files_are_named_or_done_without(tmp_path: Path, name: str, how:
     assert everything(other) == everything(twin)
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_mismatch_errors(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path / "live")
     add_episodes(buffer, [9])
     entry, _ = save(buffer, tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match="of 2 environments, but this run's config asks for 3"):
         episode_buffer(tmp_path / "three", num_streams=3).restore(tmp_path / "checkpoint", entry)
-    for change, words in (({"kind": "other"}, "another kind"), ({"format": 9}, "format 9")):
+    for change, words in (({"kind": "other"}, "not a buffer of episodes"), ({"format": 9}, "format 9")):
         with pytest.raises(CheckpointError, match=words):
             episode_buffer(tmp_path / words).restore(
                 tmp_path / "checkpoint", {**entry, "meta": {**entry["meta"], **change}}
@@ -226,7 +226,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         episode_buffer(tmp_path / "outside").restore(tmp_path / "checkpoint", outside)
 
 
-def test_another_block_size_in_the_config_reads_what_was_saved(tmp_path: Path) -> None:
+def test_restore_with_another_block_size(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path / "live", num_streams=1)
     add_episodes(buffer, [19])
     entry, _ = save(buffer, tmp_path / "checkpoint")
@@ -252,13 +252,11 @@ WORDS = [
 ]
 
 
-def test_a_run_stopped_and_resumed_equals_one_that_was_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_matches_uninterrupted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rl_lab.train(None, [*WORDS, f"run_dir={tmp_path / 'whole'}"])
     with stopped_at(monkeypatch):
         assert rl_lab.train(None, [*WORDS, f"run_dir={tmp_path / 'half'}"]).interrupted
-    shutil.rmtree(tmp_path / "half" / "buffers")  # the checkpoint alone must do
+    shutil.rmtree(tmp_path / "half" / "buffers")  # only the checkpoint is left
     resume(tmp_path / "half")
     whole, half = (CheckpointManager(tmp_path / name / "checkpoints").load() for name in ("whole", "half"))
     assert_same(whole.state, half.state)
@@ -276,7 +274,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
         rows.append(
             (numbers, memory, [{k: torch.from_numpy(v.copy()) for k, v in b.items()} for b in blocks])
         )
-        assert twin._store.table.first > 0  # episodes were deleted on the way
+        assert twin._store.table.first > 0  # some episodes were evicted
     assert_same(*rows)
 
 

@@ -1,4 +1,4 @@
-"""Which sequences are drawn from stored episodes: probabilities by hand, by counting, and per consumer."""
+"""Samplers of EpisodeBuffer: probabilities, counts per consumer, padding, ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def filled(folder: Path, lengths: list[int] = LENGTHS, **samplers: object) -> Ep
 
 
 def draw(buffer: EpisodeBuffer, spec: BatchSpec, batches: int, seed: int = 1) -> Counter[int]:
-    """How often each start position was drawn."""
+    """Return the number of draws of each start position."""
     generator, found = seeded(seed), Counter()
     for _ in range(batches):
         found.update(buffer.sample(spec, generator=generator).index.position.tolist())
@@ -42,7 +42,7 @@ def draw(buffer: EpisodeBuffer, spec: BatchSpec, batches: int, seed: int = 1) ->
 
 
 def close_to(found: Counter[int], expected: dict[int, float]) -> bool:
-    """Whether counts follow probabilities: chi-square within four standard deviations; nothing else was drawn."""
+    """Check that counts follow the probabilities: chi-square within four standard deviations."""
     total = sum(found.values())
     assert set(found) <= set(expected)
     statistic = sum((found[key] - total * p) ** 2 / (total * p) for key, p in expected.items())
@@ -56,7 +56,7 @@ def close_to(found: Counter[int], expected: dict[int, float]) -> bool:
 @pytest.mark.parametrize(
     ("boundary", "pad"), [("cross", "right"), ("within", "right"), ("pad", "right"), ("pad", "left")]
 )
-def test_uniform_is_over_starts(tmp_path: Path, boundary: str, pad: str) -> None:
+def test_uniform_over_starts(tmp_path: Path, boundary: str, pad: str) -> None:
     buffer = filled(tmp_path)
     add_episodes(buffer, [7], end=False)  # the open one counts as well
     spec = BatchSpec(size=50, length=6, boundary=boundary, pad=pad)
@@ -71,7 +71,7 @@ def test_uniform_is_over_starts(tmp_path: Path, boundary: str, pad: str) -> None
     assert close_to(draw(buffer, spec, 200), dict.fromkeys(allowed, 1 / len(allowed)))
 
 
-def test_padding_on_both_sides_lays_the_window_around_any_row(tmp_path: Path) -> None:
+def test_pad_both(tmp_path: Path) -> None:
     buffer = filled(tmp_path, [5])
     spec = BatchSpec(size=64, length=4, boundary="pad", pad="both")
     # Row r, and 0 to 3 rows before it: start r - k. Starts -3 … 4 have 1 2 3 4 4 3 2 1 … of 20 pairs, as 5 rows allow.
@@ -91,7 +91,7 @@ def test_padding_on_both_sides_lays_the_window_around_any_row(tmp_path: Path) ->
         ("left", {-3: [0, 0, 0, 1], -2: [0, 0, 1, 1], -1: [0, 1, 1, 1]}),
     ],
 )
-def test_padding_masks_by_hand(tmp_path: Path, pad: str, mask: dict[int, list[int]]) -> None:
+def test_padding_masks(tmp_path: Path, pad: str, mask: dict[int, list[int]]) -> None:
     buffer = filled(tmp_path, [3])
     spec = BatchSpec(size=32, length=3, context=1, boundary="pad", pad=pad)
     batch = buffer.sample(spec, generator=seeded())
@@ -104,10 +104,10 @@ def test_padding_masks_by_hand(tmp_path: Path, pad: str, mask: dict[int, list[in
         assert batch.is_first[b].tolist() == [start + t == 0 for t in range(4)]
 
 
-# ---------------------------------------------------------------- how often an episode was drawn
+# ---------------------------------------------------------------- counts
 
 
-def test_probabilities_by_hand(tmp_path: Path) -> None:
+def test_count_probabilities(tmp_path: Path) -> None:
     buffer = filled(tmp_path, [12, 5, 30, 8, 3], episodes=(EpisodeCountSampler, {"alpha": 2.0}))
     sampler = buffer._sampler(COUNTED)
     sampler.counts.stored()[:] = [0, 1, 3, 0, 0]
@@ -121,17 +121,17 @@ def test_probabilities_by_hand(tmp_path: Path) -> None:
     assert crafter.probabilities()[1] == pytest.approx(weights / weights.sum())
 
 
-def test_episodes_are_alike_whatever_their_length_when_alpha_is_0(tmp_path: Path) -> None:
+def test_alpha_0_is_uniform_over_episodes(tmp_path: Path) -> None:
     buffer = filled(tmp_path, episodes=(EpisodeCountSampler, {"alpha": 0.0}))
     found = draw(buffer, replace(COUNTED, size=50), 200)
-    # An episode has 1/4; inside it each of its rows - 3 starts is alike.
+    # Each episode has 1/4, divided equally among its rows - 3 starts.
     expected = {
         start + k: 1 / 4 / (rows - 3) for start, rows in zip(STARTS, LENGTHS) for k in range(rows - 3)
     }
     assert close_to(found, expected)
 
 
-def test_counts_even_out_and_new_episodes_catch_up(tmp_path: Path) -> None:
+def test_new_episodes_catch_up(tmp_path: Path) -> None:
     buffer = filled(tmp_path, episodes=(EpisodeCountSampler, {"alpha": 5.0}))
     draw(buffer, COUNTED, 50)
     counts = buffer._sampler(COUNTED).counts
@@ -140,13 +140,13 @@ def test_counts_even_out_and_new_episodes_catch_up(tmp_path: Path) -> None:
     add_episodes(buffer, [10])
     draw(buffer, COUNTED, 5)
     assert counts.stored()[4] > 60  # of 80 draws
-    # By the rule itself: (1/1)^5 against 4 × (1/201)^5 is all but certain at first.
+    # At first (1/1)^5 against 4 × (1/201)^5 is almost certain.
     draw(buffer, COUNTED, 60)
     after = counts.stored()
     assert after.sum() == 115 * 16 and after.max() - after.min() < 60
 
 
-def test_consumers_count_apart(tmp_path: Path) -> None:
+def test_consumers_have_separate_counts(tmp_path: Path) -> None:
     buffer = filled(tmp_path)
     tokenizer, model = (replace(COUNTED, sampler=f"episodes:{name}") for name in ("tokenizer", "model"))
     other_shape = replace(model, size=4, length=2)
@@ -156,14 +156,14 @@ def test_consumers_count_apart(tmp_path: Path) -> None:
     counts = {name: c.stored().sum() for name, c in buffer._episodes.counts.items()}
     assert counts == {"episodes:tokenizer": 48, "episodes:model": 88}
     assert buffer._sampler(model).counts is buffer._sampler(other_shape).counts
-    # Each sees only its own counts: the tokenizer's draws do not depend on the model's.
+    # Counts are separate: the tokenizer's draws do not depend on the model's.
     alone = filled(tmp_path / "alone")
     assert draw(alone, tokenizer, 3) + draw(alone, tokenizer, 4, seed=2) == draw(
         filled(tmp_path / "again"), tokenizer, 3
     ) + draw(buffer, tokenizer, 4, seed=2)
 
 
-def test_an_open_episode_keeps_its_count_when_it_closes(tmp_path: Path) -> None:
+def test_closed_episode_keeps_count(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1)
     add_episodes(buffer, [9])
     add_episodes(buffer, [6], end=False)
@@ -171,11 +171,11 @@ def test_an_open_episode_keeps_its_count_when_it_closes(tmp_path: Path) -> None:
     counts = buffer._sampler(COUNTED).counts
     opened = int(counts.open[0])
     assert 0 < opened < 64 and counts.stored().tolist() == [64 - opened]
-    add_episodes(buffer, [5])  # begins anew: what was open is closed
+    add_episodes(buffer, [5])  # a new episode: the open one is closed
     assert counts.stored().tolist() == [64 - opened, opened, 0] and counts.open.tolist() == [0]
 
 
-def test_counts_go_with_deleted_episodes(tmp_path: Path) -> None:
+def test_counts_of_deleted_episodes(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1, capacity=30)
     add_episodes(buffer, [10, 10, 10])
     draw(buffer, COUNTED, 10)
@@ -185,7 +185,7 @@ def test_counts_go_with_deleted_episodes(tmp_path: Path) -> None:
     assert counts.stored().tolist() == [*kept, 0, 0]
 
 
-def test_the_first_batches_can_go_uncounted(tmp_path: Path) -> None:
+def test_uncounted_batches(tmp_path: Path) -> None:
     buffer = filled(tmp_path, episodes=(EpisodeCountSampler, {"alpha": 1.0, "uncounted": 3}))
     draw(buffer, COUNTED, 3)
     counts = buffer._sampler(COUNTED).counts
@@ -194,7 +194,7 @@ def test_the_first_batches_can_go_uncounted(tmp_path: Path) -> None:
     assert counts.stored().sum() == 32
 
 
-def test_undo_takes_the_counts_back(tmp_path: Path) -> None:
+def test_undo_restores_counts(tmp_path: Path) -> None:
     buffer = filled(tmp_path)
     draw(buffer, COUNTED, 3)
     counts, generator = buffer._sampler(COUNTED).counts, seeded(9)
@@ -209,10 +209,10 @@ def test_undo_takes_the_counts_back(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- ends
 
 
-def test_a_share_of_the_sequences_ends_with_the_episode(tmp_path: Path) -> None:
+def test_ends_share(tmp_path: Path) -> None:
     buffer = filled(tmp_path, ends=(EndsSampler, {"share": 0.3}))
     add_episodes(buffer, [9], end=False)
-    add_episodes(buffer, [9])  # episode 4 was cut off: no end to prefer
+    add_episodes(buffer, [9])  # episode 4 has no end
     spec = BatchSpec(size=50, length=6, boundary="within", sampler="ends")
     lengths, ended = [*LENGTHS, 9, 9], [0, 2, 3, 5]  # episode 1 has too few rows
     starts = np.cumsum([0, *lengths])[:-1]
@@ -227,7 +227,7 @@ def test_a_share_of_the_sequences_ends_with_the_episode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pad", ["right", "left", "both"])
-def test_ends_of_short_episodes_are_padded(tmp_path: Path, pad: str) -> None:
+def test_ends_with_padding(tmp_path: Path, pad: str) -> None:
     buffer = filled(tmp_path, [4, 9], ends=(EndsSampler, {"share": 1.0}))
     spec = BatchSpec(size=32, length=6, boundary="pad", pad=pad, sampler="ends")
     batch = buffer.sample(spec, generator=seeded())
@@ -238,14 +238,14 @@ def test_ends_of_short_episodes_are_padded(tmp_path: Path, pad: str) -> None:
     assert last.tolist() == [5 if position != 0 else 3 for position in batch.index.position.tolist()]
 
 
-def test_without_ends_it_is_uniform(tmp_path: Path) -> None:
+def test_ends_without_finished_episodes(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1)
     add_episodes(buffer, [20], end=False)
     spec = BatchSpec(size=8, length=4, boundary="within", sampler="ends")
     assert buffer.sample(spec, generator=seeded()).index.position.max() <= 16
 
 
-def test_wrong_numbers_are_refused(tmp_path: Path) -> None:
+def test_invalid_settings(tmp_path: Path) -> None:
     for kind, given in ((EndsSampler, {"share": 1.5}), (EpisodeCountSampler, {"alpha": -1.0})):
         with pytest.raises(ConfigError, match=r"not (1\.5|-1)"):
             filled(tmp_path / kind.__name__, it=(kind, given)).ready(replace(COUNTED, sampler="it"))

@@ -1,4 +1,4 @@
-"""Episodes on disk: what is stored, the budget, memory that stays bounded, write-backs, and what is refused."""
+"""EpisodeBuffer: stored rows, limits of disk and memory, write-backs, errors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from rl_lab.buffers.episodes.reader import size_of
 from rl_lab.buffers.mix import BufferMix
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.config.checks import CONFIG_FOLDER
-from rl_lab.errors import ConfigError, LabError, MissingPackageError, RunLockedError
+from rl_lab.errors import ConfigError, LabError, MissingPackageError, RunLockedError, install_line
 from rl_lab.records import ArraySpec, BatchSpec, RowIndex
-from rl_lab.utils.install import install_line
 
 WITHIN = BatchSpec(size=8, length=5, boundary="within")
 
@@ -37,7 +36,7 @@ def single_rows(buffer: EpisodeBuffer, lengths: list[int]) -> None:
             buffer.add({name: value[:, 0] for name, value in rows.items()})
 
 
-def test_rows_one_by_one_or_many_at_once_are_the_same(tmp_path: Path) -> None:
+def test_add_single_and_many_rows(tmp_path: Path) -> None:
     one, many = (episode_buffer(tmp_path / name, num_streams=1) for name in ("one", "many"))
     single_rows(one, [3, 9, 1, 6])
     add_episodes(many, [3, 9, 1, 6])
@@ -49,10 +48,10 @@ def test_rows_one_by_one_or_many_at_once_are_the_same(tmp_path: Path) -> None:
     assert one._store.table.column("reward").tolist() == [1.5, 31.5, 6.0, 46.5]
 
 
-def test_a_restarted_environment_cuts_its_episode_off(tmp_path: Path) -> None:
+def test_reset_without_end_closes_episode(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1)
     first = np.zeros((1, 9), bool)
-    first[0, [0, 4]] = True  # row 4 begins anew, though row 3 was no end
+    first[0, [0, 4]] = True  # row 4 is first, though row 3 is not an end
     ended = np.zeros((1, 9), bool)
     ended[0, 8] = True
     buffer.add(rows_of(np.arange(9)[None], first, ended))
@@ -60,13 +59,13 @@ def test_a_restarted_environment_cuts_its_episode_off(tmp_path: Path) -> None:
     assert buffer._store.table.ended().tolist() == [False, True]
     batch = buffer.sample(
         BatchSpec(size=50, length=6), generator=seeded()
-    )  # across the cut, which is_first marks
+    )  # across the reset, which is_first marks
     assert (batch["obs/count"].diff(dim=1) == 1).all()
     assert torch.equal(batch.is_first, (batch["obs/count"] == 0) | (batch["obs/count"] == 4))
 
 
-def test_sampling_is_that_of_replay_where_both_can(tmp_path: Path) -> None:
-    """The same rows, the same generator: uniform draws over the same starts, and fresh ones in the same order."""
+def test_sampling_matches_replay(tmp_path: Path) -> None:
+    """With the same rows and generator, both buffers draw the same uniform and online sequences."""
     episodes = episode_buffer(tmp_path, num_streams=1)
     replay = ReplayBuffer(COLUMNS, capacity=60, num_streams=1, mutable=("latent",))
     cross = BatchSpec(size=8, length=4, context=1)
@@ -87,7 +86,7 @@ def test_sampling_is_that_of_replay_where_both_can(tmp_path: Path) -> None:
             assert torch.equal(ours.index.position, its.index.position)
 
 
-def test_open_episodes_count_or_do_not(tmp_path: Path) -> None:
+def test_open_episodes_option(tmp_path: Path) -> None:
     for count in (True, False):
         buffer = episode_buffer(tmp_path / str(count), num_streams=1, open_episodes=count)
         add_episodes(buffer, [9], end=False)
@@ -110,10 +109,10 @@ def test_long_episodes_are_stored_in_parts(tmp_path: Path) -> None:
         episode_buffer(tmp_path / "none", max_episode_rows=0)
 
 
-# ---------------------------------------------------------------- the budget
+# ---------------------------------------------------------------- limits
 
 
-def test_the_oldest_episodes_go_first_and_rows_stay_below_capacity(tmp_path: Path) -> None:
+def test_capacity_evicts_oldest(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1, capacity=50, chunk_bytes=600)
     for turn in range(40):
         add_episodes(buffer, [7 + turn % 5])
@@ -121,12 +120,12 @@ def test_the_oldest_episodes_go_first_and_rows_stay_below_capacity(tmp_path: Pat
         numbers = buffer._store.table.numbers().tolist()
         assert numbers == list(range(numbers[0], turn + 1))
     named = {f"chunk-{chunk:08d}.episodes" for chunk in buffer._store.table.column("chunk").tolist()}
-    assert {path.name for path in tmp_path.glob("chunk-*")} == named  # chunks without an episode are gone
+    assert {path.name for path in tmp_path.glob("chunk-*")} == named  # chunks without an episode are deleted
     assert len(everything(buffer)) == buffer.episodes
 
 
 @pytest.mark.parametrize("compression", ["none", "zlib"])
-def test_files_stay_below_max_bytes(tmp_path: Path, compression: str) -> None:
+def test_max_bytes(tmp_path: Path, compression: str) -> None:
     buffer = episode_buffer(
         tmp_path, num_streams=1, max_bytes=8000, compression=compression, chunk_bytes=1 << 20
     )
@@ -138,7 +137,7 @@ def test_files_stay_below_max_bytes(tmp_path: Path, compression: str) -> None:
     assert len(everything(buffer)) == buffer.episodes
 
 
-def test_one_episode_is_kept_however_large(tmp_path: Path) -> None:
+def test_last_episode_is_kept(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1, capacity=5)
     add_episodes(buffer, [3, 30])
     assert list(everything(buffer)) == [1] and buffer.size == 30
@@ -146,7 +145,7 @@ def test_one_episode_is_kept_however_large(tmp_path: Path) -> None:
     assert list(everything(buffer)) == [2]
 
 
-def test_which_episodes_go_does_not_depend_on_where_chunks_begin(tmp_path: Path) -> None:
+def test_eviction_ignores_chunk_boundaries(tmp_path: Path) -> None:
     plain, sealed = (episode_buffer(tmp_path / n, num_streams=1, max_bytes=6000) for n in ("plain", "sealed"))
     for turn in range(50):
         for buffer in (plain, sealed):
@@ -159,7 +158,7 @@ def test_which_episodes_go_does_not_depend_on_where_chunks_begin(tmp_path: Path)
 # ---------------------------------------------------------------- memory
 
 
-def test_the_cache_stays_within_its_bytes(tmp_path: Path) -> None:
+def test_cache_size(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, cache_bytes=20_000, mutable=())
     add_episodes(buffer, [30] * 10)
     generator = seeded()
@@ -170,7 +169,7 @@ def test_the_cache_stays_within_its_bytes(tmp_path: Path) -> None:
     assert buffer._cache.nbytes == sum(size_of(buffer._cache.get(key)) for key in keys)
 
 
-def test_many_chunks_are_read_with_few_open_files(tmp_path: Path) -> None:
+def test_number_of_open_files(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1, chunk_bytes=1, cache_bytes=0)
     add_episodes(buffer, [6] * 100)
     assert len(list(tmp_path.glob("chunk-*"))) == 100
@@ -179,7 +178,7 @@ def test_many_chunks_are_read_with_few_open_files(tmp_path: Path) -> None:
     assert len(buffer._store._reader._files) <= 64
 
 
-def test_threads_read_the_same(tmp_path: Path) -> None:
+def test_reader_threads(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1, cache_bytes=0)
     add_episodes(buffer, [20] * 10)
     expected = buffer.sample(WITHIN, generator=seeded(1))
@@ -192,7 +191,7 @@ def test_threads_read_the_same(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- write-backs
 
 
-def test_written_back_columns_are_read_again(tmp_path: Path) -> None:
+def test_write_back(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1)
     add_episodes(buffer, [20])
     add_episodes(buffer, [9], end=False)  # one on disk, one open: write-backs to both
@@ -207,21 +206,21 @@ def test_written_back_columns_are_read_again(tmp_path: Path) -> None:
         value = torch.full((6, 5, 3), float(turn))
         buffer.write_back(batch.index, {"latent": value}, offset=1)
         expected |= {int(c): [float(turn)] * 3 for c in batch["obs/count"][:, 1:].flatten()}
-    add_episodes(buffer, [3])  # the open one is closed, with what was written back
+    add_episodes(buffer, [3])  # the open episode is closed with its written columns
     everywhere = buffer.sample(BatchSpec(size=1, length=29), generator=_first_start())
     for t, count in enumerate(everywhere["obs/count"][0].tolist()):
         assert everywhere["latent"][0, t].float().tolist() == expected.get(count, [count % 128] * 3)
 
 
 def _first_start() -> torch.Generator:
-    """A generator whose first draw below a small number is 0."""
+    """Return a generator whose first randint(4) is 0."""
     for seed in range(1000):
         if int(torch.randint(4, (1,), generator=seeded(seed))) == 0:
             return seeded(seed)
     raise AssertionError
 
 
-def test_late_and_padded_write_backs_hit_nothing(tmp_path: Path) -> None:
+def test_write_back_skips_deleted_rows_and_padding(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1, capacity=20)
     add_episodes(buffer, [6, 6, 6])
     pad = BatchSpec(size=32, length=10, boundary="pad", pad="both")
@@ -231,12 +230,12 @@ def test_late_and_padded_write_backs_hit_nothing(tmp_path: Path) -> None:
     again = buffer.sample(pad, generator=seeded())
     assert torch.equal(again.mask, batch.mask)
     assert (again["latent"][again.mask] == 7).all() and not again["latent"][~again.mask].any()
-    add_episodes(buffer, [6, 6, 6])  # everything drawn has been deleted
+    add_episodes(buffer, [6, 6, 6])  # all drawn rows are deleted
     buffer.write_back(batch.index, {"latent": torch.full((32, 10, 3), 9.0)}, offset=0)
     assert (buffer.sample(WITHIN, generator=seeded())["latent"] != 9).all()
 
 
-def test_write_backs_beyond_their_bytes_are_forgotten(tmp_path: Path) -> None:
+def test_written_bytes_limit(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1, written_bytes=2000)
     add_episodes(buffer, [40])
     index = RowIndex(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
@@ -246,10 +245,10 @@ def test_write_backs_beyond_their_bytes_are_forgotten(tmp_path: Path) -> None:
     assert rows["latent"][0, -8:].eq(5).all() and rows["latent"][0, 1].tolist() == [1.0] * 3
 
 
-# ---------------------------------------------------------------- as part of the lab
+# ---------------------------------------------------------------- integration and errors
 
 
-def test_streams_and_mixes_take_it_like_any_buffer(tmp_path: Path) -> None:
+def test_stream_and_mix(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path, num_streams=1)
     add_episodes(buffer, [12] * 5)
     replay = ReplayBuffer(COLUMNS, capacity=64, num_streams=1, mutable=("latent",))
@@ -264,13 +263,13 @@ def test_streams_and_mixes_take_it_like_any_buffer(tmp_path: Path) -> None:
     twin = BatchStream(buffer, BatchSpec(**{**vars(counted), "sampler": "episodes:twin"}), seeded(3))
     for _ in range(5):
         assert torch.equal(ahead.next()["obs/count"], twin.next()["obs/count"])
-        ahead.ahead()
-    ahead.settle()  # a batch that nobody took is not counted
+        ahead.prefetch_next()
+    ahead.drop_prefetched()  # a dropped batch is not counted
     ours, its = (buffer._sampler(s.spec).counts.stored().sum() for s in (ahead, twin))
     assert ours == its == 40
 
 
-def test_shipped_configs_build_buffers(tmp_path: Path) -> None:
+def test_config_builds_buffer(tmp_path: Path) -> None:
     config = OmegaConf.load(CONFIG_FOLDER / "buffer" / "episodes.yaml")
     buffer = instantiate(config, columns=COLUMNS, num_streams=4, home=tmp_path, _convert_="object")
     assert buffer.capacity == 10_000_000 and buffer.folder == tmp_path
@@ -283,7 +282,7 @@ def test_shipped_configs_build_buffers(tmp_path: Path) -> None:
     assert sampler._alpha == 3.0
 
 
-def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
+def test_errors(tmp_path: Path) -> None:
     buffer = episode_buffer(tmp_path / "a")
     for call in (
         lambda: buffer.read(0, 1),
@@ -296,11 +295,11 @@ def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
     index = buffer.sample(WITHIN, generator=seeded()).index
     with pytest.raises(ConfigError, match=r"'priority' cannot be changed.*buffer=prioritized"):
         buffer.write_back(index, {"priority": torch.zeros(8, 1)}, offset=0)
-    with pytest.raises(ConfigError, match=r"no sampler 'epsodes'.*Did you mean 'episodes'"):
+    with pytest.raises(ConfigError, match=r"sampler 'epsodes' does not exist.*Did you mean 'episodes'"):
         buffer.ready(BatchSpec(size=2, length=3, sampler="epsodes:world_model"))
     with pytest.raises(ConfigError, match="use boundary 'within' or 'pad'"):
         buffer.ready(BatchSpec(size=2, length=3, sampler="episodes"))
-    with pytest.raises(ConfigError, match="lacks column 'reward'"):
+    with pytest.raises(ConfigError, match="column 'reward' is missing"):
         buffer.add(
             {
                 name: value
@@ -308,28 +307,30 @@ def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
                 if name != "reward"
             }
         )
-    with pytest.raises(ConfigError, match="needs a folder"):
+    with pytest.raises(ConfigError, match="folder is missing"):
         EpisodeBuffer(COLUMNS, num_streams=1)
-    with pytest.raises(ConfigError, match="capacity above 0"):
+    with pytest.raises(ConfigError, match="capacity must be above 0"):
         episode_buffer(tmp_path / "b", capacity=0)
     with pytest.raises(ConfigError, match="Did you mean 'zstd'"):
         episode_buffer(tmp_path / "b", compression="zst")
-    with pytest.raises(RunLockedError, match="already working in"):
+    with pytest.raises(RunLockedError, match="is in use by"):
         episode_buffer(tmp_path / "a")
     buffer.close()
     other = {**COLUMNS, "reward": ArraySpec((2,), "float32")}
-    with pytest.raises(ConfigError, match=r"'reward' is float32 \(2,\) here and float32 \(\) there"):
+    with pytest.raises(
+        ConfigError, match=r"'reward' is float32 \(2,\) in this run and float32 \(\) in the stored"
+    ):
         EpisodeBuffer(other, num_streams=2, folder=tmp_path / "a")
-    episode_buffer(tmp_path / "a").close()  # refused attempts left no lock behind
+    episode_buffer(tmp_path / "a").close()  # failed attempts leave no lock
 
 
-def test_replay_says_what_only_episodes_can(tmp_path: Path) -> None:
+def test_replay_refuses_pad_both(tmp_path: Path) -> None:
     replay = ReplayBuffer(COLUMNS, capacity=64, num_streams=1)
     with pytest.raises(ConfigError, match="buffer=episodes"):
         replay.ready(BatchSpec(size=2, length=3, boundary="pad", pad="both"))
 
 
-def test_without_zstd_zlib_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zlib_without_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = episode_buffer(tmp_path / "zstd", compression="zstd", num_streams=1)
     add_episodes(packed, [9])
     packed.close()
@@ -339,19 +340,17 @@ def test_without_zstd_zlib_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert buffer._store.compression == "zlib" and everything(buffer) == {0: list(range(9))}
     with pytest.raises(MissingPackageError, match="zstandard: " + re.escape(install_line("zstd"))):
         episode_buffer(tmp_path / "other", compression="zstd")
-    with pytest.raises(MissingPackageError, match="packed with zstd"):
+    with pytest.raises(MissingPackageError, match="compressed with zstd"):
         everything(episode_buffer(tmp_path / "zstd", num_streams=1))
 
 
-def test_a_full_disk_ends_the_run_and_loses_nothing_that_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_keeps_written_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = episode_buffer(tmp_path / "a", num_streams=1)
     add_episodes(buffer, [9, 5])
     real = buffer._store._chunk
 
     class Full:
-        """A file that takes a few bytes more, and then no others."""
+        """A file that accepts a few bytes and then raises."""
 
         def __getattr__(self, name: str) -> object:
             return getattr(real, name)
@@ -370,7 +369,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_that_was_written(
     assert len(everything(episode_buffer(tmp_path / "b", num_streams=1))) == 2
 
 
-def test_benchmark_gives_its_rows(tmp_path: Path) -> None:
+def test_benchmark_rows(tmp_path: Path) -> None:
     path = CONFIG_FOLDER.parents[1] / "benchmarks" / "episodes.py"
     module_spec = importlib.util.spec_from_file_location("bench_episodes", path)
     module = importlib.util.module_from_spec(module_spec)
@@ -379,4 +378,4 @@ def test_benchmark_gives_its_rows(tmp_path: Path) -> None:
     values = {row["name"]: row["value"] for row in rows}
     assert values["episodes/stored_rows"] > 30_000 and values["episodes/rows_lost_by_kill"] < 20_800
     assert values["episodes/sample_32x21_batches_per_s"] > 0 and values["episodes/rss_sampling_mb"] > 0
-    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+    assert list(tmp_path.iterdir()) == []  # no files are left

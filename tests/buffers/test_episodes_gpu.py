@@ -1,4 +1,4 @@
-"""Priorities on a GPU and episodes towards one: the draws of the CPU, without the host waiting where it need not."""
+"""PrioritizedReplay and EpisodeBuffer with a GPU: the same draws as on the CPU, without synchronization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("storage", ["device", "host"])
 @pytest.mark.parametrize("boundary", ["cross", "within"])
-def test_the_same_priorities_draw_the_same_sequences(storage: str, boundary: str) -> None:
+def test_priorities_match_cpu(storage: str, boundary: str) -> None:
     spec = BatchSpec(size=16, length=4, context=1, boundary=boundary, sampler="prioritized")
     cpu, gpu = prioritized(0), prioritized(0, device="cuda", storage=storage)
     mine, its = seeded(1), seeded(1)
@@ -42,10 +42,10 @@ def test_the_same_priorities_draw_the_same_sequences(storage: str, boundary: str
         value = (ours["obs/count"][:, 1:2] * 7 % 13 + turn).float()
         cpu.write_back(ours.index, {"priority": value}, offset=1)
         gpu.write_back(theirs.index, {"priority": value.cuda()}, offset=1)
-        gpu.read(gpu.oldest_position, 1)  # reading waits for write-backs on their way
+        gpu.read(gpu.oldest_position, 1)  # read() waits for pending write-backs
 
 
-def test_priorities_on_the_device_never_wait() -> None:
+def test_priorities_without_sync() -> None:
     buffer = prioritized(50, device="cuda", storage="device")
     spec = BatchSpec(size=8, length=5, boundary="within", sampler="prioritized")
     out, generator = buffer.make_batch(spec), seeded()
@@ -59,7 +59,7 @@ def test_priorities_on_the_device_never_wait() -> None:
             buffer.add(counter_rows(2, buffer.total_rows, 9))
 
 
-def test_episodes_arrive_on_the_device(tmp_path: Path) -> None:
+def test_episode_batches_on_device(tmp_path: Path) -> None:
     spec = BatchSpec(size=8, length=5, context=1, boundary="pad", pad="both", sampler="episodes")
     host = episode_buffer(tmp_path / "host", num_streams=1)
     device = episode_buffer(tmp_path / "device", num_streams=1, device="cuda")
@@ -72,13 +72,11 @@ def test_episodes_arrive_on_the_device(tmp_path: Path) -> None:
         assert theirs.reward.is_cuda and torch.equal(ours["obs/count"], theirs["obs/count"].cpu())
         assert torch.equal(ours.mask, theirs.mask.cpu())
         assert [value.data_ptr() for value in theirs.columns.values()] == addresses
-        if (
-            turn % 5 == 4
-        ):  # a prefetched batch has latents that are one write-back old, so only without one ahead
+        if turn % 5 == 4:  # only without prefetch: latents of a prefetched batch are one write-back old
             latent = torch.full((8, 5, 3), float(turn))
             direct.write_back(ours.index, {"latent": latent}, offset=1)
             ahead.write_back(theirs.index, {"latent": latent.cuda()}, offset=1)
-            device._late.settle()
-        ahead.ahead()
+            device._deferred.flush()
+        ahead.prefetch_next()
     last = [stream.next()["latent"].cpu() for stream in (direct, ahead)]
     assert torch.equal(*last)

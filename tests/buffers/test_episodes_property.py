@@ -1,4 +1,4 @@
-"""Any course of rows, draws, kills and resumes: the buffer holds and gives what the slow model says."""
+"""After any sequence of adds, draws, kills and resumes, EpisodeBuffer matches the reference model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fits(spec: BatchSpec, with_open: bool) -> bool:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_the_buffer_is_what_the_model_says(data: st.DataObject) -> None:
+def test_buffer_matches_reference(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         streams = data.draw(st.integers(1, 3), "streams")
         with_open = data.draw(st.booleans(), "open episodes count")
@@ -72,7 +72,7 @@ def test_the_buffer_is_what_the_model_says(data: st.DataObject) -> None:
             if what == "resume":
                 saved = Path(folder) / f"checkpoint{turn}"
                 entry, state = json.loads(json.dumps(buffer.checkpoint(saved))), buffer.get_state()
-                buffer.add(rows_of(counts, first, ended))  # an abandoned future
+                buffer.add(rows_of(counts, first, ended))  # discarded by the restore
                 buffer.restore(saved, entry)
                 buffer.set_state(state)
             elif what in ("kill", "close"):

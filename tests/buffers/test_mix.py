@@ -40,7 +40,7 @@ def test_each_buffer_fills_its_share(boundary: str) -> None:
         assert (batch.index.position[:12] <= 50).all() and (batch.index.position[12:] >= 68).all()
 
 
-def test_write_back_goes_to_the_buffer_it_came_from() -> None:
+def test_write_back_reaches_its_buffer() -> None:
     replay, demos = counter_buffer(20), counter_buffer(20, num_streams=1)
     mix = BufferMix({"replay": (replay, 0.5), "demos": (demos, 0.5)})
     spec = BatchSpec(size=6, length=3, context=1)
@@ -61,7 +61,7 @@ def test_write_back_goes_to_the_buffer_it_came_from() -> None:
         assert set(map(tuple, written.nonzero().tolist())) == touched
 
 
-def test_ready_only_when_all_are_and_the_short_one_is_named() -> None:
+def test_ready_and_shortage() -> None:
     replay, demos = counter_buffer(20), counter_buffer(2, num_streams=1)
     mix = BufferMix({"replay": (replay, 1), "demos": (demos, 1)})
     spec = BatchSpec(size=4, length=5)
@@ -70,7 +70,7 @@ def test_ready_only_when_all_are_and_the_short_one_is_named() -> None:
     assert mix.ready(spec) and mix.shortage(spec) == ""
 
 
-def test_only_common_columns_are_fetched() -> None:
+def test_common_columns_only() -> None:
     replay = counter_buffer(20)
     columns = {name: spec for name, spec in COLUMNS.items() if name != "latent"}
     demos = ReplayBuffer(columns, capacity=64, num_streams=2)
@@ -85,12 +85,12 @@ def test_only_common_columns_are_fetched() -> None:
     assert_aligned(batch)
 
 
-def test_mistakes_are_named() -> None:
+def test_errors() -> None:
     other = ReplayBuffer({**COLUMNS, "action": ArraySpec((5,), "float32")}, capacity=64, num_streams=2)
     mix = BufferMix({"replay": (counter_buffer(9), 1), "demos": (other, 1)})
     with pytest.raises(
         ConfigError, match=r"'action' is float32 \(2,\) in buffer 'replay', but float32 \(5,\) in 'demos'"
     ):
         mix.make_batch(BatchSpec(size=4, length=3))
-    with pytest.raises(ConfigError, match="weights above 0"):
+    with pytest.raises(ConfigError, match="weights must be above 0"):
         BufferMix({"replay": (other, 0.0)})

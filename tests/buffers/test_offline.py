@@ -1,4 +1,4 @@
-"""Stored data: each form of it comes out as the rows that were meant, and trains without an environment step."""
+"""OfflineBuffer: each data format gives the correct rows, and a run trains without environment steps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def offline(path: Path, spec: Spec = SPEC, **options: Any) -> OfflineBuffer:
 
 
 @pytest.mark.parametrize("storage", ["host", "disk"])
-def test_episodes_become_rows_of_what_arrived_together(tmp_path: Path, storage: str) -> None:
+def test_episode_files_as_rows(tmp_path: Path, storage: str) -> None:
     store(tmp_path / "b.pt", episode(2, value=10))
     store(tmp_path / "a.npz", episode(3))
     (tmp_path / "README.txt").write_text("not an episode")
@@ -79,36 +79,36 @@ def test_episodes_become_rows_of_what_arrived_together(tmp_path: Path, storage: 
     assert buffer.describe().startswith(expected)
 
 
-def test_ends_and_short_observations(tmp_path: Path) -> None:
-    store(tmp_path / "0.npz", episode(2, last=False, dones=np.zeros(2)))  # open: truncated
+def test_ends_and_missing_last_observation(tmp_path: Path) -> None:
+    store(tmp_path / "0.npz", episode(2, last=False, dones=np.zeros(2)))  # without an end: truncated
     store(tmp_path / "1.npz", episode(2, dones=None, truncated=[False, True]))
-    store(tmp_path / "2.npz", episode(2, terminated=[0, 0]))  # dones without terminated: time ran out
+    store(tmp_path / "2.npz", episode(2, terminated=[0, 0]))  # done, but not terminated: truncated
     store(tmp_path / "3.npz", episode(2, dones=None, terminated=[0, 1], actions=np.eye(3)[[2, 1]]))
     buffer = offline(tmp_path)
     rows = buffer.read(0, 12)
     assert rows.truncated[0].nonzero().flatten().tolist() == [2, 5, 8]
     assert rows.terminated[0].nonzero().flatten().tolist() == [11]
-    assert rows.obs["vector"][0, :3, 0].tolist() == [0, 1, 1]  # the last one stands in
+    assert rows.obs["vector"][0, :3, 0].tolist() == [0, 1, 1]  # the last observation is repeated
     assert rows.action[0, 9:].tolist() == [2, 1, 0]  # from one-hot
     assert "in 1 episodes the last observation is missing" in buffer.describe()
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt"])
-def test_several_observations_by_name(tmp_path: Path, suffix: str) -> None:
+def test_named_observations(tmp_path: Path, suffix: str) -> None:
     image = np.arange(48, dtype=np.uint8).reshape(4, 3, 2, 2)
     content = episode(3)
     content |= {"observations/vector": content.pop("observations"), "observations/image": image}
     file = store(tmp_path / f"one{suffix}", content)
     rows = offline(file, TWO).read(0, 4)
     assert torch.equal(rows.obs["image"][0], torch.from_numpy(image))
-    if suffix == ".pt":  # nested, as people save dicts of tensors
+    if suffix == ".pt":  # a nested dict of tensors
         nested = {"vector": content.pop("observations/vector"), "image": content.pop("observations/image")}
         tensors = {key: torch.as_tensor(value) for key, value in content.items()}
         torch.save({**tensors, "observations": {k: torch.as_tensor(v) for k, v in nested.items()}}, file)
         assert torch.equal(offline(file, TWO).read(0, 4).obs["image"], rows.obs["image"])
 
 
-def test_sampling_is_that_of_replay(tmp_path: Path) -> None:
+def test_sampling_matches_replay(tmp_path: Path) -> None:
     for number in range(4):
         store(tmp_path / f"{number}.npz", episode(9, value=100 * number))
     buffer = offline(tmp_path)
@@ -127,11 +127,11 @@ def test_sampling_is_that_of_replay(tmp_path: Path) -> None:
     assert buffer.shortage(BatchSpec(size=1, length=11, boundary="within")).endswith(
         "rows that a sequence needs"
     )
-    with pytest.raises(ConfigError, match="sequences of 41 rows cannot be cut from"):
+    with pytest.raises(ConfigError, match="too few for sequences of 41 rows"):
         buffer.ready(BatchSpec(size=1, length=41))
 
 
-def test_rows_are_read_only_but_latents_are_not(tmp_path: Path) -> None:
+def test_rows_are_read_only(tmp_path: Path) -> None:
     buffer = offline(store(tmp_path / "e.npz", episode(9)))
     spec = BatchSpec(size=2, length=3)
     batch = buffer.sample(spec, generator=seeded())
@@ -143,7 +143,7 @@ def test_rows_are_read_only_but_latents_are_not(tmp_path: Path) -> None:
     assert buffer.sample(spec, generator=seeded())["latent"].eq(1).all()
 
 
-def test_checkpoint_holds_what_was_written_and_the_fingerprint(tmp_path: Path) -> None:
+def test_checkpoint_holds_only_written_columns(tmp_path: Path) -> None:
     data, saved = tmp_path / "data", tmp_path / "saved"
     store(data / "e.npz", episode(9))
     buffer = offline(data, chunk_rows=4)
@@ -161,32 +161,32 @@ def test_checkpoint_holds_what_was_written_and_the_fingerprint(tmp_path: Path) -
     assert again.ready(within) and again.checkpoint(saved)["files"] == entry["files"]
 
     store(data / "f.npz", episode(4))
-    with pytest.raises(CheckpointError, match=r"data at .* is not what this run was training on"):
+    with pytest.raises(CheckpointError, match="is not the data that this run was trained on"):
         offline(data).restore(saved, entry)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rewards": None}, r"'rewards' must be \(steps,\) with at least one step; it has none"),
-        ({"rewards": np.zeros((4, 1))}, r"it has shape \(4, 1\)"),
-        ({"rewards": np.array([0, np.nan, 0, 0])}, "'rewards' .* must be finite numbers"),
-        ({"actions": None}, "it has no 'actions'"),
+        ({"rewards": None}, r"'rewards' must be \(steps,\) with at least one step, not none"),
+        ({"rewards": np.zeros((4, 1))}, r"not shape \(4, 1\)"),
+        ({"rewards": np.array([0, np.nan, 0, 0])}, "'rewards' .* must be finite and numeric"),
+        ({"actions": None}, "key 'actions' is missing"),
         ({"actions": np.zeros(5, dtype=int)}, r"'actions' has shape \(5,\), but there are 4 rewards"),
-        ({"actions": np.full(4, 3)}, r"whole numbers from 0, below \(3,\)"),
-        ({"dones": None}, "neither 'dones' nor 'terminated'"),
-        ({"dones": [0, 1, 0, 1]}, "ends at step 1 of 4: a file holds one episode"),
+        ({"actions": np.full(4, 3)}, r"integers from 0, below \(3,\)"),
+        ({"dones": None}, "keys 'dones', 'terminated' and 'truncated' are missing"),
+        ({"dones": [0, 1, 0, 1]}, "ends at step 1 of 4: split the file there"),
         (
             {"observations": np.zeros((5, 3))},
-            r"'observations' has shape \(5, 3\), but .* ask for \(5, 2\) or \(4, 2\)",
+            r"'observations' has shape \(5, 3\), but .* need \(5, 2\) or \(4, 2\)",
         ),
-        ({"observations": np.full((5, 2), np.inf)}, "'observations' holds numbers that are not finite"),
-        ({"observations": None}, "it has no 'observations/vector'"),
-        ({"observations": np.zeros((5, 2), dtype=complex)}, "complex128, but the environment gives float32"),
+        ({"observations": np.full((5, 2), np.inf)}, "'observations' has values that are not finite"),
+        ({"observations": None}, "key 'observations/vector', .* is missing"),
+        ({"observations": np.zeros((5, 2), dtype=complex)}, "complex128, but the environment has float32"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".npz", ".pt"])
-def test_wrong_content_is_named(tmp_path: Path, suffix: str, changes: dict[str, Any], message: str) -> None:
+def test_invalid_episode_errors(tmp_path: Path, suffix: str, changes: dict[str, Any], message: str) -> None:
     file = store(tmp_path / f"wrong{suffix}", episode(4, **changes))
     with pytest.raises(ConfigError, match=message) as caught:
         offline(tmp_path)
@@ -195,13 +195,13 @@ def test_wrong_content_is_named(tmp_path: Path, suffix: str, changes: dict[str, 
 
 def test_continuous_actions_must_be_scaled(tmp_path: Path) -> None:
     file = store(tmp_path / "e.npz", episode(4, actions=np.full((4, 1), 2.0)))
-    with pytest.raises(ConfigError, match=r"stored in \[-1, 1\].*low \[-2.0\] and high \[2.0\]"):
+    with pytest.raises(ConfigError, match=r"must be in \[-1, 1\].*low \[-2.0\] and high \[2.0\]"):
         offline(file, ARM)
     store(file, episode(4, actions=np.full((4, 1), -0.5)))
     assert offline(file, ARM).read(0, 5).action[0, :, 0].tolist() == [-0.5] * 4 + [0]
 
 
-def test_damaged_and_dangerous_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_and_pickled_files_are_refused(tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "sprung",))
@@ -224,17 +224,17 @@ def test_damaged_and_dangerous_files_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
-def test_wrong_paths_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no data at .*nowhere"):
+def test_invalid_paths(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
         offline(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ConfigError, match="neither a run folder nor a folder of"):
         offline(tmp_path)
-    with pytest.raises(ConfigError, match=r"no episode file: those end in \.npz or \.pt"):
+    with pytest.raises(ConfigError, match=r"not an episode file: use a file that ends in \.npz or \.pt"):
         offline(tmp_path / "notes.txt")
 
 
-def test_returns_are_those_of_whole_episodes() -> None:
+def test_returns_of_complete_episodes() -> None:
     first = np.array([[0, 0, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 0, 0]], dtype=bool)
     ended = np.array([[0, 1, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 1]], dtype=bool)
     reward = np.array([[9, 9, 0, 1, 2, 0, 9], [0, 4, 0, 1, 1, 1, 1]], dtype=np.float32)
@@ -272,7 +272,7 @@ def cartpole(collected: Path) -> Spec:
     return Spec.from_dict(read_json(collected / "config" / "spec.json"))
 
 
-def test_the_replay_of_a_run_as_data(collected: Path, cartpole: Spec) -> None:
+def test_replay_of_another_run(collected: Path, cartpole: Spec) -> None:
     entry = CheckpointManager.load_file(collected).manifest["buffers"]["replay"]
     rows = entry["meta"]["cursor"]
     twin = ReplayBuffer(cartpole.row_columns(), capacity=100_000, num_streams=2)
@@ -285,7 +285,7 @@ def test_the_replay_of_a_run_as_data(collected: Path, cartpole: Spec) -> None:
         assert not ours["latent"].any() and "latent begin as zeros" in buffer.describe()
 
 
-def test_only_the_newest_rows_of_a_full_ring(collected: Path, tmp_path: Path, cartpole: Spec) -> None:
+def test_full_ring_of_another_run(collected: Path, tmp_path: Path, cartpole: Spec) -> None:
     train("random_cartpole", tmp_path / "small", "buffers.replay.capacity=60")
     small, whole = offline(tmp_path / "small", cartpole), offline(collected, cartpole)
     assert small.total_rows == 30
@@ -293,17 +293,17 @@ def test_only_the_newest_rows_of_a_full_ring(collected: Path, tmp_path: Path, ca
     assert all(torch.equal(rows[name], value) for name, value in same.items())
 
 
-def test_data_that_does_not_fit_is_named(collected: Path, cartpole: Spec) -> None:
-    with pytest.raises(ConfigError, match=r"'obs/vector' is float32 .* the data is of another environment"):
+def test_mismatch_errors(collected: Path, cartpole: Spec) -> None:
+    with pytest.raises(ConfigError, match=r"'obs/vector' is float32 .* use data of the same environment"):
         offline(collected, SPEC)
     fewer = Spec("fewer", cartpole.observations, ActionSpec("discrete", (), choices=(1,)))
     with pytest.raises(ConfigError, match=r"actions from 0 to 1, but fewer has \(1,\) choices"):
         offline(collected, fewer)
-    with pytest.raises(ConfigError, match=r"carries no buffer 'reply'\. Did you mean 'replay'"):
+    with pytest.raises(ConfigError, match=r"has no buffer 'reply'\. Did you mean 'replay'"):
         offline(collected, cartpole, buffer="reply")
 
 
-def test_damaged_replay_of_a_run_is_named(collected: Path, tmp_path: Path, cartpole: Spec) -> None:
+def test_damaged_replay_error(collected: Path, tmp_path: Path, cartpole: Spec) -> None:
     run = tmp_path / "damaged"
     shutil.copytree(collected, run, symlinks=True)
     for file in (run / "checkpoints" / "replay").rglob("*.pt"):
@@ -317,13 +317,13 @@ LEARN = (
 )
 
 
-def test_a_world_model_learns_from_data_alone(collected: Path, tmp_path: Path) -> None:
+def test_train_offline_only(collected: Path, tmp_path: Path) -> None:
     run = train("dreamer_cartpole", tmp_path / "run", *with_data(collected, LEARN))
     assert (run.counters["env_steps"], run.counters["updates"]) == (0, 3)
     manifest = CheckpointManager.load_file(run.path).manifest["buffers"]
     assert manifest["replay"]["meta"]["cursor"] == 0
     assert list(manifest["offline"]["meta"]["columns"]) == ["deter", "stoch"]
-    with pytest.raises(LabError, match=r"buffer 'offline' of .* is itself read from .*: give that path"):
+    with pytest.raises(LabError, match=r"buffer 'offline' was read from .*; use that path"):
         train(
             "dreamer_cartpole",
             tmp_path / "next",
@@ -332,20 +332,20 @@ def test_a_world_model_learns_from_data_alone(collected: Path, tmp_path: Path) -
         )
 
 
-def test_a_resumed_run_goes_on_as_if_never_stopped(collected: Path, tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(collected: Path, tmp_path: Path) -> None:
     half = LEARN.replace("learn", "half")
     train("dreamer_cartpole", tmp_path / "whole", *with_data(collected, half, LEARN))
     words = with_data(collected, half, LEARN)
     with pytest.MonkeyPatch.context() as patch:
         from rl_lab.orchestration.orchestrator import Orchestrator
 
-        plain = Orchestrator.do
+        plain = Orchestrator.run_action
 
         def stop_after_three(self: Orchestrator, action: str, phase: Any) -> None:
             plain(self, action, phase)
             self.interrupted = self.scheduler.totals["updates"] == 3
 
-        patch.setattr(Orchestrator, "do", stop_after_three)
+        patch.setattr(Orchestrator, "run_action", stop_after_three)
         assert train("dreamer_cartpole", tmp_path / "parts", *words).interrupted
     train("dreamer_cartpole", tmp_path / "parts", *words)
     states = [CheckpointManager.load_file(tmp_path / name) for name in ("whole", "parts")]
@@ -358,7 +358,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(collected: Path, tmp_path: Pa
     assert latents[0] == latents[1]
 
 
-def test_data_and_fresh_experience_mixed(collected: Path, tmp_path: Path) -> None:
+def test_train_on_offline_and_replay_mix(collected: Path, tmp_path: Path) -> None:
     mixed = (
         "{name: mixed, buffer: {replay: 0.5, offline: 0.5}, workflow_hooks: [collect, "
         "{update: {updates_per_env_step: 0.1}}]}"
@@ -371,10 +371,10 @@ def test_data_and_fresh_experience_mixed(collected: Path, tmp_path: Path) -> Non
         train("dreamer_cartpole", tmp_path / "wrong", *with_data(collected, wrong))
 
 
-def test_shipped_config_asks_for_a_path() -> None:
+def test_config_needs_path() -> None:
     first, comment, *_ = (CONFIG_FOLDER / "buffer" / "offline.yaml").read_text().splitlines()
     assert first == "# @package buffers.offline" and comment.startswith("# ")
     config = compose_config(["+buffer@buffers.offline=offline"])
     assert set(config.buffers) == {"replay", "offline"}
-    with pytest.raises(ConfigError, match=r"needs a value for buffers\.offline\.path"):
+    with pytest.raises(ConfigError, match=r"buffers\.offline\.path must be set"):
         rl_lab.train("random_cartpole", ["+buffer@buffers.offline=offline"])

@@ -1,4 +1,4 @@
-"""Rows drawn in proportion to what was written back, with weights that undo the bias: by hand, by count, by reference."""
+"""PrioritizedReplay: probabilities, importance weights, restore, and the sum tree."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def extend(buffer: PrioritizedReplay, rows: int, episode: int = 0) -> None:
 
 
 def write_priorities(buffer: PrioritizedReplay, first: int, values: list[float], stream: int = 0) -> None:
-    """By the hook's way: write-backs to the rows of a batch."""
+    """Write priorities back as a hook does."""
     from rl_lab.records import RowIndex
 
     index = RowIndex(torch.tensor([stream]), torch.tensor([first]))
@@ -44,7 +44,7 @@ def write_priorities(buffer: PrioritizedReplay, first: int, values: list[float],
 
 
 def chances(buffer: PrioritizedReplay, spec: BatchSpec) -> dict[tuple[int, int], float]:
-    """(stream, start) -> probability, from the priorities and the episodes alone, in a plain loop."""
+    """Return (stream, start) -> probability, computed from priorities and episodes in a loop."""
     rows = buffer.read(buffer.oldest_position, buffer.total_rows - buffer.oldest_position)
     found = {}
     for stream in range(buffer.num_streams):
@@ -57,10 +57,10 @@ def chances(buffer: PrioritizedReplay, spec: BatchSpec) -> dict[tuple[int, int],
     return {key: value / sum(found.values()) for key, value in found.items()}
 
 
-def test_probabilities_and_weights_by_hand() -> None:
+def test_probabilities_and_weights() -> None:
     # Six rows and sequences of three: starts 0 to 3. Priorities 1, 4, 9, 16 with alpha ½ are weights 1 : 2 : 3 : 4.
     buffer = prioritized(6, num_streams=1, alpha=0.5, beta=1.0, epsilon=1e-12)
-    write_priorities(buffer, 0, [1.0, 4.0, 9.0, 16.0, 1e4, 1e4])  # the last two begin no sequence
+    write_priorities(buffer, 0, [1.0, 4.0, 9.0, 16.0, 1e4, 1e4])  # no sequence starts at the last two
     spec = BatchSpec(size=4000, length=3, sampler="prioritized")
     batch = buffer.sample(spec, generator=seeded(3))
     assert_aligned(batch)
@@ -73,7 +73,7 @@ def test_probabilities_and_weights_by_hand() -> None:
     assert torch.allclose(batch["weight"], by_start[batch.index.position][:, None].expand(-1, 3), atol=1e-5)
 
 
-def test_weights_take_back_only_a_part_with_beta_below_one() -> None:
+def test_weights_with_beta_below_one() -> None:
     buffer = prioritized(6, num_streams=1, alpha=1.0, beta=0.4, epsilon=1e-12)
     write_priorities(buffer, 0, [1.0, 2.0, 3.0, 4.0])
     batch = buffer.sample(BatchSpec(size=64, length=3, sampler="prioritized"), generator=seeded())
@@ -84,12 +84,12 @@ def test_weights_take_back_only_a_part_with_beta_below_one() -> None:
 
 @pytest.mark.parametrize("boundary", ["cross", "within"])
 @pytest.mark.parametrize("context", [0, 2])
-def test_draws_follow_the_priorities(boundary: str, context: int) -> None:
+def test_draws_follow_priorities(boundary: str, context: int) -> None:
     spec = BatchSpec(size=50, length=4, context=context, boundary=boundary, sampler="prioritized")
     buffer = prioritized(0, num_streams=2, per_stream=16)
     generator, values = seeded(1), np.random.default_rng(2)
     buffer.make_batch(spec)
-    for _ in range(11):  # 33 rows through rings of 16
+    for _ in range(11):  # 33 rows in rings of 16
         extend(buffer, 3, episode=7)
         if buffer.ready(spec):
             batch = buffer.sample(spec, generator=generator)
@@ -101,13 +101,13 @@ def test_draws_follow_the_priorities(boundary: str, context: int) -> None:
     for _ in range(400):
         index = buffer.sample(spec, generator=generator).index
         for key in zip(index.stream.tolist(), index.position.tolist()):
-            counts[key] += 1  # a KeyError would be a sequence that does not fit
+            counts[key] += 1  # a KeyError means that the sequence does not fit
     statistic = sum((counts[key] - total * p) ** 2 / (total * p) for key, p in expected.items())
     degrees = len(expected) - 1
     assert abs(statistic - degrees) < 4 * np.sqrt(2 * degrees)
 
 
-def test_new_rows_have_the_largest_priority() -> None:
+def test_new_rows_get_largest_priority() -> None:
     buffer = prioritized(3, num_streams=1, alpha=1.0, epsilon=1e-30)
     assert buffer.read(0, 3)["priority"].tolist() == [[1.0, 1.0, 1.0]]
     write_priorities(buffer, 0, [0.25, 0.5, 0.125])
@@ -118,12 +118,12 @@ def test_new_rows_have_the_largest_priority() -> None:
     assert buffer.read(3, 3)["priority"].tolist() == [[0.5, 7.0, 7.0]]
 
 
-def test_late_and_broken_priorities_do_no_harm() -> None:
+def test_stale_and_invalid_priorities() -> None:
     buffer = prioritized(20, num_streams=1, per_stream=8)
     spec = BatchSpec(size=200, length=2, sampler="prioritized")
     batch = buffer.sample(spec, generator=seeded())
     old = batch.index
-    extend(buffer, 8)  # everything that was drawn has been overwritten
+    extend(buffer, 8)  # all drawn rows are overwritten
     buffer.write_back(old, {"priority": torch.full((200, 1), 1e5)}, offset=0)
     assert buffer.read(20, 8)["priority"].max() == pytest.approx(1.0)
     buffer.write_back(
@@ -136,7 +136,7 @@ def test_late_and_broken_priorities_do_no_harm() -> None:
     assert_aligned(batch)
 
 
-def test_restored_priorities_draw_the_same(tmp_path: Path) -> None:
+def test_restored_priorities(tmp_path: Path) -> None:
     spec = BatchSpec(size=6, length=3, context=1, boundary="within", sampler="prioritized")
     buffer, generator = prioritized(0), seeded(4)
 
@@ -159,8 +159,8 @@ def test_restored_priorities_draw_the_same(tmp_path: Path) -> None:
         assert live(buffer, generator) == live(twin, again)
 
 
-def test_the_device_path_draws_what_the_host_path_draws() -> None:
-    """The running sum that a device uses, here on the CPU, beside the tree."""
+def test_running_sum_matches_tree() -> None:
+    """The running sum of the GPU path, run on the CPU, draws the same rows as the tree."""
     spec = BatchSpec(size=64, length=3, boundary="within", sampler="prioritized")
     tree, flat = prioritized(0), prioritized(0)
     sampler = flat._sampler(spec)
@@ -183,11 +183,11 @@ def test_the_device_path_draws_what_the_host_path_draws() -> None:
             buffer.write_back(batch.index, {"priority": value}, offset=0)
 
 
-def test_what_it_cannot_do_is_said() -> None:
+def test_errors() -> None:
     buffer = prioritized(10)
     with pytest.raises(ConfigError, match="use boundary 'within' or 'cross'"):
         buffer.ready(BatchSpec(size=2, length=3, boundary="pad", sampler="prioritized"))
-    with pytest.raises(ConfigError, match="is the buffer's own"):
+    with pytest.raises(ConfigError, match="is reserved by the buffer"):
         PrioritizedReplay({**COLUMNS, "weight": ArraySpec((), "float32")}, capacity=8, num_streams=1)
     with pytest.raises(ConfigError, match="epsilon above 0"):
         prioritized(0, epsilon=0.0)
@@ -197,7 +197,7 @@ def test_what_it_cannot_do_is_said() -> None:
     assert set(buffer.sample(only, generator=seeded())) == {"reward", "weight"}
 
 
-def test_shipped_config_builds_a_buffer() -> None:
+def test_config_builds_buffer() -> None:
     config = OmegaConf.load(CONFIG_FOLDER / "buffer" / "prioritized.yaml")
     buffer = instantiate(config, columns=COLUMNS, num_streams=4, _convert_="object")
     assert (buffer.alpha, buffer.beta, buffer.epsilon) == (0.6, 0.4, 1e-6) and buffer.capacity == 1_000_000
@@ -209,7 +209,7 @@ def test_shipped_config_builds_a_buffer() -> None:
     changes=st.lists(st.tuples(st.integers(0, 39), st.sampled_from([0.0, 2.0, 1e-9])), max_size=10),
     numbers=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=30),
 )
-def test_tree_and_running_sum_agree_with_a_plain_search(
+def test_tree_and_running_sum_match_linear_search(
     weights: list[float], changes: list[tuple[int, float]], numbers: list[float]
 ) -> None:
     tree, fresh = SumTree(len(weights)), SumTree(len(weights))
@@ -219,7 +219,7 @@ def test_tree_and_running_sum_agree_with_a_plain_search(
             weights[place] = value
             tree.set(np.array([place]), np.array([value]))
     fresh.set_all(np.array(weights))
-    assert np.array_equal(tree._nodes, fresh._nodes)  # the leaves alone decide
+    assert np.array_equal(tree._nodes, fresh._nodes)  # the tree depends only on the leaves
     if not tree.total:
         return
     flat = RunningSum(len(weights), torch.device("cpu"))

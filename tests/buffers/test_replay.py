@@ -20,7 +20,7 @@ from rl_lab.records import ArraySpec, BatchSpec
 
 @pytest.mark.parametrize("rows", [10, 31, 32, 33, 50, 64, 200])
 @pytest.mark.parametrize("boundary", ["cross", "within"])
-def test_sequences_are_aligned_and_never_cross_the_seam(rows: int, boundary: str) -> None:
+def test_sequences_are_aligned(rows: int, boundary: str) -> None:
     buffer = counter_buffer(rows, num_streams=3, episode=9)
     spec = BatchSpec(size=64, length=6, context=1, boundary=boundary)
     generator = seeded()
@@ -40,7 +40,7 @@ def test_sequences_are_aligned_and_never_cross_the_seam(rows: int, boundary: str
 
 @pytest.mark.parametrize("pad", ["right", "left"])
 @pytest.mark.parametrize("rows", [3, 20, 80])
-def test_padding_and_mask_match_a_slow_loop(pad: str, rows: int) -> None:
+def test_padding_and_mask(pad: str, rows: int) -> None:
     buffer = counter_buffer(rows, num_streams=3, episode=5)
     numbers, oldest = episode_numbers(buffer), buffer.oldest_position
     batch = buffer.sample(BatchSpec(size=256, length=7, boundary="pad", pad=pad), generator=seeded())
@@ -56,7 +56,7 @@ def test_padding_and_mask_match_a_slow_loop(pad: str, rows: int) -> None:
     assert not batch["latent"][~batch.mask].any()
 
 
-def test_out_keeps_its_addresses_and_the_seed_its_draw() -> None:
+def test_out_keeps_addresses() -> None:
     buffer = counter_buffer(40)
     spec = BatchSpec(size=4, length=5)
     out = buffer.make_batch(spec)
@@ -69,7 +69,7 @@ def test_out_keeps_its_addresses_and_the_seed_its_draw() -> None:
     assert torch.equal(buffer.sample(spec, generator=seeded(3))["obs/count"], counts)
 
 
-def test_keys_fetch_only_some_columns() -> None:
+def test_keys_select_columns() -> None:
     buffer = counter_buffer(40)
     batch = buffer.sample(BatchSpec(size=4, length=5, keys=("obs/count", "reward")), generator=seeded())
     assert set(batch) == {"obs/count", "reward"} and set(batch.obs) == {"count"}
@@ -77,25 +77,25 @@ def test_keys_fetch_only_some_columns() -> None:
         buffer.make_batch(BatchSpec(size=4, length=5, keys=("rewards",)))
 
 
-def test_dtypes_are_stored_as_declared() -> None:
+def test_dtypes() -> None:
     batch = counter_buffer(40).sample(BatchSpec(size=4, length=5), generator=seeded())
     assert batch["obs/image"].dtype == torch.uint8 and batch["obs/image"].shape == (4, 5, 3, 2, 2)
     assert batch.is_first.dtype == torch.bool and batch["latent"].dtype == torch.bfloat16
     assert torch.equal(batch["latent"][..., 0].long(), (batch["obs/count"] % 1000) % 128)
 
 
-def test_many_rows_at_once_are_the_same_rows() -> None:
+def test_add_many_rows() -> None:
     one, many = counter_buffer(0), counter_buffer(0)
     extend(one, 75, episode=7)
     steps = [counter_rows(2, position, episode=7) for position in range(75)]
-    for begin, end in ((0, 3), (3, 70), (70, 75)):  # the middle one is longer than the ring
+    for begin, end in ((0, 3), (3, 70), (70, 75)):  # the second is longer than the ring
         many.add({name: np.stack([step[name] for step in steps[begin:end]], axis=1) for name in COLUMNS})
     for name, value in one.read(43, 32).columns.items():
         assert torch.equal(value, many.read(43, 32)[name])
     assert np.array_equal(one.ring.age, many.ring.age)
 
 
-def test_rows_may_be_tensors_views_or_read_only() -> None:
+def test_add_tensors_views_and_read_only_arrays() -> None:
     buffer = counter_buffer(0)
     rows = counter_rows(2, 0)
     rows["obs/image"] = rows["obs/image"][..., ::-1]
@@ -104,7 +104,7 @@ def test_rows_may_be_tensors_views_or_read_only() -> None:
     assert torch.equal(buffer.read(0, 1)["obs/count"][:, 0], torch.tensor([0, 1000]))
 
 
-def test_write_back_lands_after_the_context_and_only_there() -> None:
+def test_write_back_after_context() -> None:
     buffer = counter_buffer(50)
     spec = BatchSpec(size=3, length=4, context=2)
     batch = buffer.sample(spec, generator=seeded(5))
@@ -120,10 +120,10 @@ def test_write_back_lands_after_the_context_and_only_there() -> None:
     assert torch.equal(buffer.read(18, 32)["latent"].float(), truth)
 
 
-def test_write_back_to_overwritten_rows_is_dropped() -> None:
+def test_write_back_skips_overwritten_rows() -> None:
     buffer = counter_buffer(40)
     batch = buffer.sample(BatchSpec(size=64, length=6), generator=seeded())
-    extend(buffer, 20)  # half of what was sampled is gone, its slots hold newer rows
+    extend(buffer, 20)  # newer rows replaced half of the sampled rows
     before = buffer.read(28, 32)["latent"].float()
     buffer.write_back(batch.index, {"latent": torch.full((64, 6, 3), 500.0)}, offset=0)
     after = buffer.read(28, 32)["latent"].float()
@@ -136,16 +136,16 @@ def test_write_back_to_overwritten_rows_is_dropped() -> None:
     assert torch.equal(after, torch.where(written[..., None], 500.0, before))
 
 
-def test_last_of_overlapping_write_backs_wins() -> None:
+def test_last_overlapping_write_back_wins() -> None:
     buffer = counter_buffer(10, num_streams=1, per_stream=10)
-    batch = buffer.sample(BatchSpec(size=32, length=10), generator=seeded())  # 32 times the only sequence
+    batch = buffer.sample(BatchSpec(size=32, length=10), generator=seeded())  # the only sequence, 32 times
     values = torch.arange(32.0)[:, None, None].expand(32, 10, 3)
     buffer.write_back(batch.index, {"latent": values}, offset=0)
     assert (buffer.read(0, 10)["latent"] == 31).all()
 
 
 @pytest.mark.parametrize("pad", ["right", "left"])
-def test_write_back_leaves_the_neighbours_of_padded_sequences_alone(pad: str) -> None:
+def test_write_back_skips_padding(pad: str) -> None:
     buffer = counter_buffer(50, episode=5)
     batch = buffer.sample(BatchSpec(size=2, length=8, boundary="pad", pad=pad), generator=seeded(2))
     before = buffer.read(18, 32)["latent"].float()
@@ -159,7 +159,7 @@ def test_write_back_leaves_the_neighbours_of_padded_sequences_alone(pad: str) ->
     assert not batch.mask.all() and torch.equal(changed, truth)
 
 
-def test_walking_the_rows_and_adding_a_column() -> None:
+def test_read_write_and_add_column() -> None:
     buffer = counter_buffer(50)
     buffer.add_column("code", ArraySpec((2,), "uint8"))
     for position in range(buffer.oldest_position, buffer.total_rows, 5):
@@ -169,7 +169,7 @@ def test_walking_the_rows_and_adding_a_column() -> None:
         buffer.write(position, {"code": torch.stack([code, code + 1], -1)})
     batch = buffer.sample(BatchSpec(size=8, length=4), generator=seeded())
     assert torch.equal(batch["code"][..., 1].long(), batch["obs/count"] % 200 + 1)
-    extend(buffer, 1)  # new rows have not been transformed
+    extend(buffer, 1)  # new rows are not transformed
     assert not buffer.read(50, 1)["code"].any()
     buffer.add_column("code", ArraySpec((2,), "uint8"))
     with pytest.raises(ConfigError, match=r"uint8 \(2,\), not uint8 \(3,\)"):
@@ -180,7 +180,7 @@ def test_walking_the_rows_and_adding_a_column() -> None:
         buffer.write(40, {"reward": torch.zeros(2, 1)})
 
 
-def test_ready_and_shortage_say_what_is_missing() -> None:
+def test_ready_and_shortage() -> None:
     buffer = counter_buffer(4, episode=3)
     cross, within = BatchSpec(size=2, length=5), BatchSpec(size=2, length=5, boundary="within")
     assert not buffer.ready(
@@ -204,19 +204,19 @@ def test_sizes_and_memory() -> None:
     assert "64 rows (2 × 32) × 44 bytes" in buffer.describe() and buffer.on_host
 
 
-def test_two_buffers_do_not_share_anything() -> None:
+def test_buffers_share_no_memory() -> None:
     replay, held_out = counter_buffer(40), counter_buffer(8, num_streams=1)
     extend(replay, 5)
     assert (held_out.total_rows, replay.total_rows) == (8, 45)
     assert_aligned(held_out.sample(BatchSpec(size=4, length=4), generator=seeded()))
 
 
-def test_mistakes_are_named() -> None:
+def test_errors() -> None:
     buffer = counter_buffer(0)
     rows = counter_rows(2, 0)
-    with pytest.raises(ConfigError, match="lacks column 'reward'"):
+    with pytest.raises(ConfigError, match="column 'reward' is missing"):
         buffer.add({name: value for name, value in rows.items() if name != "reward"})
-    with pytest.raises(ConfigError, match="unknown column 'value'"):
+    with pytest.raises(ConfigError, match="column 'value' is unknown"):
         buffer.add({**rows, "value": rows["reward"]})
     with pytest.raises(ConfigError, match=r"'action' has shape \(2, 3\), but the buffer expects \(2, 2\)"):
         buffer.add({**rows, "action": np.zeros((2, 3), np.float32)})
@@ -227,7 +227,7 @@ def test_mistakes_are_named() -> None:
         extend(buffer, 9)
         index = buffer.sample(BatchSpec(size=1, length=2), generator=seeded()).index
         buffer.write_back(index, {"reward": torch.zeros(1, 2)}, offset=0)
-    with pytest.raises(ConfigError, match="cannot serve 4 environments"):
+    with pytest.raises(ConfigError, match="less than one row for each of 4 environments"):
         ReplayBuffer(COLUMNS, capacity=3, num_streams=4)
     with pytest.raises(ConfigError, match="choose auto, device, host or disk"):
         ReplayBuffer(COLUMNS, capacity=8, num_streams=4, storage="gpu")

@@ -13,7 +13,7 @@ from rl_lab.buffers.replay import ReplayBuffer
 PACKAGE = Path(rl_lab.__file__).parent
 
 
-def test_shipped_buffer_config_builds_a_buffer() -> None:
+def test_config_builds_buffer() -> None:
     path = PACKAGE / "configs" / "buffer" / "world_model_sequence.yaml"
     first, comment, *_ = path.read_text().splitlines()
     assert first == "# @package buffers.replay" and comment.startswith("# ")
@@ -25,7 +25,7 @@ def test_shipped_buffer_config_builds_a_buffer() -> None:
     )  # zero pages: nothing is touched yet
 
 
-def test_benchmark_gives_its_rows() -> None:
+def test_benchmark_rows() -> None:
     path = PACKAGE.parent / "benchmarks" / "replay.py"
     module_spec = importlib.util.spec_from_file_location("bench_replay", path)
     module = importlib.util.module_from_spec(module_spec)

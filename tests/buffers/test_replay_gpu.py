@@ -1,4 +1,4 @@
-"""The same rows, draws and write-backs on a GPU as on the CPU, without the host waiting for the device."""
+"""ReplayBuffer on a GPU: the same rows, draws and write-backs as on the CPU, without synchronization."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def same(left: Batch, right: Batch) -> bool:
 
 @pytest.mark.parametrize("storage", ["device", "host", "disk"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_same_draws_and_write_backs_as_on_the_cpu(spec: BatchSpec, storage: str) -> None:
+def test_gpu_matches_cpu(spec: BatchSpec, storage: str) -> None:
     cpu, gpu = pair(0, storage)
     mine, theirs = seeded(3), seeded(3)
     ours, out = cpu.make_batch(spec), gpu.make_batch(spec)
@@ -63,16 +63,16 @@ def test_same_draws_and_write_backs_as_on_the_cpu(spec: BatchSpec, storage: str)
         cpu.sample(spec, generator=mine, out=ours)
         gpu.sample(spec, generator=theirs, out=out)
         assert same(ours, out)
-        # Equal values for equal rows: which of overlapping sequences wins is not promised on a GPU.
+        # Equal values for equal rows, because the winner of overlapping sequences is undefined on a GPU.
         value = (ours["obs/count"][:, spec.context :, None] % 97 + turn).expand(-1, -1, 3).float()
         cpu.write_back(ours.index, {"latent": value}, offset=spec.context)
         gpu.write_back(out.index, {"latent": value.cuda()}, offset=spec.context)
-        gpu.read(gpu.oldest_position, 1)  # reading waits for write-backs on their way
+        gpu.read(gpu.oldest_position, 1)  # read() waits for pending write-backs
     count = cpu.total_rows - cpu.oldest_position
     assert same(cpu.read(cpu.oldest_position, count), gpu.read(gpu.oldest_position, count))
 
 
-def test_sampling_and_write_back_on_the_device_never_wait() -> None:
+def test_sample_and_write_back_without_sync() -> None:
     _, gpu = pair(50, "device")
     generator = seeded()
     for spec in SPECS:
@@ -85,7 +85,7 @@ def test_sampling_and_write_back_on_the_device_never_wait() -> None:
             gpu.add(counter_rows(2, gpu.total_rows))
 
 
-def test_overwritten_rows_are_dropped_on_the_device() -> None:
+def test_write_back_skips_overwritten_rows() -> None:
     _, gpu = pair(40, "device")
     spec = BatchSpec(size=64, length=6)
     batch = gpu.sample(spec, generator=seeded())
@@ -96,7 +96,7 @@ def test_overwritten_rows_are_dropped_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_prefetched_batches_are_the_direct_ones(mixed: bool) -> None:
+def test_prefetch_matches_direct(mixed: bool) -> None:
     cpu, gpu = pair(40, "host")
     spec = BatchSpec(size=8, length=5)
     source, reference = gpu, cpu
@@ -114,20 +114,20 @@ def test_prefetched_batches_are_the_direct_ones(mixed: bool) -> None:
         served = stream.next()
         torch.cuda._sleep(1_000_000)  # the consumer is still busy with this batch …
         total = served["obs/count"].sum()
-        stream.ahead()  # … while the next one arrives
+        stream.prefetch_next()  # … while the next one arrives
         assert same(expected, served) and int(total) == int(expected["obs/count"].sum())
     assert [value.data_ptr() for value in stream.batch.columns.values()] == addresses
 
 
 @pytest.mark.parametrize("storage", ["device", "host"])
-def test_a_gpu_checkpoint_restores_on_the_cpu(tmp_path: Path, storage: str) -> None:
+def test_gpu_checkpoint_restores_on_cpu(tmp_path: Path, storage: str) -> None:
     cpu, gpu = pair(75, storage)
     fresh, _ = pair(0, storage)
     fresh.restore(tmp_path, gpu.checkpoint(tmp_path))
     assert same(cpu.read(43, 32), fresh.read(43, 32))
 
 
-def test_auto_storage_goes_to_the_host_when_the_device_is_too_small() -> None:
+def test_auto_storage_uses_host() -> None:
     small = counter_buffer(0, device="cuda")
     assert small.storage_device.type == "cuda"
     free, _ = torch.cuda.mem_get_info()

@@ -7,7 +7,7 @@ from rl_lab.buffers.ring import Ring
 
 
 def slow_starts(firsts: list[np.ndarray], capacity: int, rows: int) -> set[tuple[int, int]]:
-    """Starts whose rows hold no beginning after the first, looked up one by one."""
+    """Return the starts inside one episode, checked one by one."""
     cursor, oldest = len(firsts), max(0, len(firsts) - capacity)
     return {
         (stream, start)
@@ -18,7 +18,7 @@ def slow_starts(firsts: list[np.ndarray], capacity: int, rows: int) -> set[tuple
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 9])
-def test_unbroken_starts_and_their_count_follow_the_ring_round(rows: int) -> None:
+def test_unbroken_starts_and_count(rows: int) -> None:
     rng = np.random.default_rng(rows)
     ring, firsts = Ring(3, 12), []
     assert ring.unbroken_count(rows) == 0
@@ -31,7 +31,7 @@ def test_unbroken_starts_and_their_count_follow_the_ring_round(rows: int) -> Non
         assert ring.unbroken_count(rows) == len(truth)
 
 
-def test_rebuilt_ring_answers_as_the_original() -> None:
+def test_rebuilt_ring_matches_original() -> None:
     rng = np.random.default_rng(0)
     ring, firsts = Ring(2, 10), []
     for _ in range(37):

@@ -20,7 +20,7 @@ def draw_starts(buffer: ReplayBuffer, spec: BatchSpec, batches: int) -> list[tup
 
 
 @pytest.mark.parametrize("boundary", ["cross", "within", "pad"])
-def test_every_allowed_start_is_equally_likely(boundary: str) -> None:
+def test_uniform_over_allowed_starts(boundary: str) -> None:
     buffer = counter_buffer(75, per_stream=32, episode=11)
     spec = BatchSpec(size=64, length=5, boundary=boundary)
     numbers = episode_numbers(buffer)
@@ -39,7 +39,7 @@ def test_every_allowed_start_is_equally_likely(boundary: str) -> None:
     assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)  # four standard deviations
 
 
-def test_rare_starts_are_listed_and_drawn() -> None:
+def test_rare_starts() -> None:
     buffer = counter_buffer(0, num_streams=1, per_stream=2000)
     rows = [counter_rows(1, position) for position in range(1900)]
     many = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
@@ -50,20 +50,20 @@ def test_rare_starts_are_listed_and_drawn() -> None:
     assert UniformSampler(buffer.ring, spec).available() == 1
 
 
-def test_online_queue_serves_fresh_segments_once_in_order_and_then_uniform_ones() -> None:
+def test_online_draws_new_segments_first() -> None:
     buffer = counter_buffer(0, num_streams=2, per_stream=64)
     spec = BatchSpec(size=3, length=4, context=1, sampler="online")
     assert not buffer.ready(spec)
-    extend(buffer, 17)  # three whole segments of five rows in each stream, two rows left over
+    extend(buffer, 17)  # three complete segments of five rows in each stream, and two more rows
     first, second = draw_starts(buffer, spec, 1), draw_starts(buffer, spec, 1)
     assert first + second == [(0, 0), (1, 0), (0, 5), (1, 5), (0, 10), (1, 10)]
     uniform = BatchSpec(size=3, length=4, context=1)
-    assert draw_starts(buffer, spec, 2) == draw_starts(buffer, uniform, 2)  # nothing fresh is left
+    assert draw_starts(buffer, spec, 2) == draw_starts(buffer, uniform, 2)  # no new segment is left
     extend(buffer, 3)
     assert draw_starts(buffer, spec, 1)[:2] == [(0, 15), (1, 15)]
 
 
-def test_online_queue_forgets_overwritten_segments() -> None:
+def test_online_drops_overwritten_segments() -> None:
     buffer = counter_buffer(0, num_streams=1, per_stream=16)
     spec = BatchSpec(size=4, length=4, sampler="online")
     buffer.make_batch(spec)
@@ -71,7 +71,7 @@ def test_online_queue_forgets_overwritten_segments() -> None:
     assert draw_starts(buffer, spec, 1)[:3] == [(0, 16), (0, 20), (0, 24)]
 
 
-def test_online_segments_lie_inside_episodes_when_asked() -> None:
+def test_online_within_episodes() -> None:
     buffer = counter_buffer(0, num_streams=2, per_stream=64)
     spec = BatchSpec(size=8, length=4, boundary="within", sampler="online")
     buffer.make_batch(spec)
@@ -81,7 +81,7 @@ def test_online_segments_lie_inside_episodes_when_asked() -> None:
     assert draw_starts(buffer, spec, 1) == by_arrival[:8]
 
 
-def test_undo_puts_fresh_segments_back() -> None:
+def test_undo_restores_queue() -> None:
     buffer = counter_buffer(0, num_streams=2, per_stream=64)
     spec = BatchSpec(size=3, length=5, sampler="online")
     buffer.make_batch(spec)
@@ -95,7 +95,7 @@ def test_undo_puts_fresh_segments_back() -> None:
     assert torch.equal(buffer.sample(spec, generator=generator).index.position, drawn)
 
 
-def test_sampler_state_goes_on_where_it_was() -> None:
+def test_restored_state_continues() -> None:
     spec = BatchSpec(size=2, length=4, sampler="online")
     buffer, twin = counter_buffer(0), counter_buffer(0)
     buffer.make_batch(spec)
@@ -108,7 +108,7 @@ def test_sampler_state_goes_on_where_it_was() -> None:
     assert draw_starts(buffer, spec, 6) == draw_starts(twin, spec, 6)
 
 
-def test_sampler_state_of_other_rows_is_dropped() -> None:
+def test_state_of_other_rows_is_dropped() -> None:
     spec = BatchSpec(size=2, length=4, sampler="online")
     buffer, fresh = counter_buffer(0), counter_buffer(0)
     buffer.make_batch(spec)
@@ -119,7 +119,7 @@ def test_sampler_state_of_other_rows_is_dropped() -> None:
     assert draw_starts(fresh, spec, 2) == [(0, 0), (1, 0), (0, 4), (1, 4)]
 
 
-def test_a_buffer_can_bring_its_own_sampler() -> None:
+def test_custom_sampler() -> None:
     class Newest(UniformSampler):
         def draw(self, count: int, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
             return np.zeros(count, np.int64), np.full(count, self._ring.cursor - self._rows)

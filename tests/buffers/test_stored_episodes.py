@@ -1,4 +1,4 @@
-"""Episodes that another run stored, as data: in memory through the offline buffer, or read where they lie."""
+"""Episodes of another run as training data, in memory (OfflineBuffer) or on disk (StoredEpisodes)."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ def check_rows(buffer: OfflineBuffer, counts: list[int], firsts: list[int]) -> N
     assert torch.equal(held.action[0], held.obs["vector"][0, :, 0].long() % 3)
 
 
-def test_a_folder_of_a_buffer_as_offline_data(tmp_path: Path) -> None:
+def test_offline_from_buffer_folder(tmp_path: Path) -> None:
     write(tmp_path / "data").close()
     buffer = OfflineBuffer(SPEC.row_columns(), path=tmp_path / "data", spec=SPEC)
     check_rows(buffer, [*range(20), *range(100, 121)], [0, 10, 100, 107, 114])
     assert "5 episodes, 36 steps, return mean 7.2" in buffer.describe()
-    with pytest.raises(ConfigError, match="the data is of another environment"):
+    with pytest.raises(ConfigError, match="use data of the same environment"):
         OfflineBuffer(OTHER.row_columns(), path=tmp_path / "data", spec=OTHER)
 
 
-def test_a_checkpoint_brings_the_open_episodes_too(tmp_path: Path) -> None:
+def test_offline_from_checkpoint_with_open_episodes(tmp_path: Path) -> None:
     source = write(tmp_path / "run" / "buffers" / "replay")
     from rl_lab.utils.checkpoint.manager import CheckpointManager
 
@@ -88,43 +88,43 @@ def test_a_checkpoint_brings_the_open_episodes_too(tmp_path: Path) -> None:
             [*range(20), *range(100, 121), *range(20, 25), *range(121, 125)],
             [0, 10, 100, 107, 114, 20, 121],
         )
-    with pytest.raises(ConfigError, match="carries no buffer 'demos'"):
+    with pytest.raises(ConfigError, match="has no buffer 'demos'"):
         OfflineBuffer(SPEC.row_columns(), path=tmp_path / "run", spec=SPEC, buffer="demos")
 
 
-def test_parts_that_follow_each_other_stay_one_episode(tmp_path: Path) -> None:
+def test_consecutive_parts_form_one_episode(tmp_path: Path) -> None:
     write(tmp_path / "data", max_episode_rows=4).close()
     buffer = OfflineBuffer(SPEC.row_columns(), path=tmp_path / "data", spec=SPEC)
     held = buffer.read(0, buffer.total_rows)
     assert held.obs["vector"][0][held.is_first[0], 0].tolist() == [0, 10, 20, 100, 107, 114, 121]
 
 
-def test_damaged_data_is_used_without_what_is_lost(tmp_path: Path) -> None:
+def test_damaged_episodes_are_skipped(tmp_path: Path) -> None:
     write(tmp_path / "data").close()
     path = tmp_path / "data" / "chunk-00000000.episodes"
     content = bytearray(path.read_bytes())
-    content[-3] ^= 1  # in the last episode written
+    content[-3] ^= 1  # in the last episode
     path.write_bytes(content)
     with pytest.warns(UserWarning, match=r"chunk-00000000\.episodes \(1 episodes with 7 rows\)"):
         buffer = OfflineBuffer(SPEC.row_columns(), path=tmp_path / "data", spec=SPEC)
     check_rows(buffer, [*range(20), *range(100, 114)], [0, 10, 100, 107])
     direct = stored(tmp_path / "data", cache_bytes=0)
-    with pytest.warns(UserWarning, match="the others are used"):
+    with pytest.warns(UserWarning, match="the other episodes are used"):
         for seed in range(20):
             batch = direct.sample(WITHIN, generator=seeded(seed))
             assert (batch.obs["vector"][..., 0].diff(dim=1) == 1).all()
-    assert path.read_bytes() == content  # nothing is written to data that is only read
+    assert path.read_bytes() == content  # the data is not changed
 
 
-def test_read_where_they_lie(tmp_path: Path) -> None:
-    writer = write(tmp_path / "run" / "buffers" / "replay")  # and goes on writing there
+def test_stored_episodes_are_read_in_place(tmp_path: Path) -> None:
+    writer = write(tmp_path / "run" / "buffers" / "replay")  # it continues to write there
     for path in (tmp_path / "run", tmp_path / "run" / "buffers" / "replay"):
         buffer = stored(path)
         assert (buffer.episodes, buffer.size, buffer.read_only) == (5, 41, True)
         batch = buffer.sample(replace_sampler("episodes:model"), generator=seeded())
         assert (batch.obs["vector"][..., 0].diff(dim=1) == 1).all() and not batch["latent"].any()
     assert "latent begin as zeros" in buffer.describe() and "5 episodes, 41 rows" in buffer.describe()
-    with pytest.raises(LabError, match="are read-only"):
+    with pytest.raises(LabError, match="is read-only"):
         buffer.add({})
     writer.add(rows(np.array([[25], [125]]), np.zeros((2, 1), bool), np.ones((2, 1), bool)))
     assert buffer.episodes == 5 and stored(tmp_path / "run").episodes == 7
@@ -134,7 +134,7 @@ def replace_sampler(name: str) -> BatchSpec:
     return BatchSpec(size=16, length=4, boundary="within", sampler=name)
 
 
-def test_what_is_written_back_is_in_the_checkpoint_and_the_data_is_not(tmp_path: Path) -> None:
+def test_checkpoint_holds_only_written_columns(tmp_path: Path) -> None:
     write(tmp_path / "data").close()
     buffer = stored(tmp_path / "data")
     batch = buffer.sample(WITHIN, generator=seeded(3))
@@ -149,30 +149,30 @@ def test_what_is_written_back_is_in_the_checkpoint_and_the_data_is_not(tmp_path:
     assert not twin.sample(WITHIN, generator=seeded(3))["latent"].any()
     more = write(tmp_path / "data")
     more.close()
-    with pytest.raises(CheckpointError, match="are not what this run was training on"):
+    with pytest.raises(CheckpointError, match="is not the data that this run was trained on"):
         stored(tmp_path / "data").restore(tmp_path / "saved", entry)
 
 
-def test_data_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_mismatch_errors(tmp_path: Path) -> None:
     write(tmp_path / "data").close()
-    with pytest.raises(ConfigError, match="of another environment"):
+    with pytest.raises(ConfigError, match="of the same environment"):
         StoredEpisodes(OTHER.row_columns(), path=tmp_path / "data", spec=OTHER)
     image = Spec("pixels", {"image": ArraySpec((3, 8, 8), "uint8")}, SPEC.action)
     with pytest.raises(
         ConfigError, match=r"'obs/image' is absent in .*data, but uint8 \(3, 8, 8\) in pixels"
     ):
         StoredEpisodes(image.row_columns(), path=tmp_path / "data", spec=image)
-    with pytest.raises(ConfigError, match=r"actions are .* here and .* there"):
+    with pytest.raises(ConfigError, match=r"actions are .* in this run and .* in the stored data"):
         EpisodeBuffer(OTHER.row_columns(), num_streams=2, spec=OTHER, folder=tmp_path / "data")
     (tmp_path / "run" / "buffers").mkdir(parents=True)
     shutil.move(tmp_path / "data", tmp_path / "run" / "buffers" / "replay")
     with pytest.raises(ConfigError, match=r"no episodes of a buffer 'reply'.*Did you mean 'replay'"):
         stored(tmp_path / "run", buffer="reply")
-    with pytest.raises(ConfigError, match="buffer=offline reads other data"):
+    with pytest.raises(ConfigError, match="Use buffer=offline for other data"):
         stored(tmp_path)
 
 
-def test_shipped_config_asks_for_a_path(tmp_path: Path) -> None:
+def test_config_needs_path(tmp_path: Path) -> None:
     write(tmp_path / "data").close()
     config = OmegaConf.load(CONFIG_FOLDER / "buffer" / "offline_episodes.yaml")
     config.path = str(tmp_path / "data")
@@ -180,7 +180,7 @@ def test_shipped_config_asks_for_a_path(tmp_path: Path) -> None:
     assert buffer.episodes == 5 and buffer.ready(replace_sampler("ends"))
 
 
-def test_a_world_model_learns_from_stored_episodes_and_resumes(tmp_path: Path) -> None:
+def test_train_and_resume(tmp_path: Path) -> None:
     quiet = ["debug=tiny", "logging.progress=off", "logging.tensorboard=false"]
     rl_lab.train(
         "random_cartpole",

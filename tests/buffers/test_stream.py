@@ -11,7 +11,7 @@ from rl_lab.records import BatchSpec
 SPEC = BatchSpec(size=3, length=4, sampler="online")
 
 
-def test_without_prefetch_each_batch_is_drawn_when_asked() -> None:
+def test_no_prefetch() -> None:
     buffer = counter_buffer(30)
     stream, generator = BatchStream(buffer, SPEC, seeded(7)), seeded(7)
     for _ in range(3):
@@ -20,18 +20,18 @@ def test_without_prefetch_each_batch_is_drawn_when_asked() -> None:
         batch = stream.next()
         assert batch is stream.batch
         assert torch.equal(batch["obs/count"], buffer.sample(SPEC, generator=generator)["obs/count"])
-        stream.ahead()  # nothing to do
+        stream.prefetch_next()  # nothing to do
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_batch_fetched_ahead_is_the_one_that_is_served(mixed: bool) -> None:
+def test_prefetched_batch_is_returned(mixed: bool) -> None:
     buffer = counter_buffer(30)
     source = BufferMix({"a": (buffer, 1), "b": (counter_buffer(30, num_streams=1), 1)}) if mixed else buffer
     ahead, direct = BatchStream(source, SPEC, seeded(1), prefetch=1), BatchStream(source, SPEC, seeded(1))
     addresses = [value.data_ptr() for value in ahead.batch.columns.values()]
     for _ in range(4):
-        ahead.ahead()
-        ahead.ahead()  # only one batch is kept
+        ahead.prefetch_next()
+        ahead.prefetch_next()  # only one batch is prefetched
         wanted = {name: value.clone() for name, value in direct.next().columns.items()}
         served = ahead.next()
         assert all(torch.equal(served[name], wanted[name]) for name in wanted)
@@ -39,46 +39,46 @@ def test_a_batch_fetched_ahead_is_the_one_that_is_served(mixed: bool) -> None:
     assert [value.data_ptr() for value in ahead.batch.columns.values()] == addresses
 
 
-def test_rows_added_later_do_not_change_a_fetched_batch() -> None:
+def test_later_rows_do_not_change_prefetched_batch() -> None:
     buffer = counter_buffer(32)
     stream = BatchStream(buffer, SPEC, seeded(1), prefetch=1)
-    stream.ahead()
+    stream.prefetch_next()
     extend(buffer, 32)  # every row is overwritten
     batch = stream.next()
     assert_aligned(batch)
     assert (batch.index.position < 32).all()
 
 
-def test_state_and_settle_forget_a_batch_that_nobody_took() -> None:
+def test_drop_prefetched_undoes_draw() -> None:
     buffer = counter_buffer(0)
     stream = BatchStream(buffer, SPEC, seeded(1), prefetch=1)
-    stream.ahead()  # not ready: nothing happens
+    stream.prefetch_next()  # not ready: nothing happens
     extend(buffer, 9)
     before = stream.generator.get_state()
-    stream.ahead()
+    stream.prefetch_next()
     assert torch.equal(stream.state(), before)
-    stream.settle()
+    stream.drop_prefetched()
     assert torch.equal(stream.generator.get_state(), before)
     fresh = list(zip(*(stream.next().index.stream.tolist(), stream.batch.index.position.tolist())))
-    assert fresh == [(0, 0), (1, 0), (0, 4)]  # the queue is as it was before the forgotten batch
+    assert fresh == [(0, 0), (1, 0), (0, 4)]  # the queue is as before the dropped batch
 
 
-def test_a_resumed_stream_draws_the_forgotten_batch_again() -> None:
+def test_resumed_stream_draws_dropped_batch() -> None:
     buffer, twin = counter_buffer(0), counter_buffer(0)
     stream = BatchStream(buffer, SPEC, seeded(1), prefetch=1)
     extend(buffer, 30)
     extend(twin, 30)
     stream.next()
-    stream.ahead()
-    stream.settle()
+    stream.prefetch_next()
+    stream.drop_prefetched()
     twin.set_state(buffer.get_state())
     generator = seeded()
     generator.set_state(stream.state())
     resumed = BatchStream(twin, SPEC, generator, prefetch=1)
     for _ in range(3):
         assert torch.equal(stream.next()["obs/count"], resumed.next()["obs/count"])
-        stream.ahead()
-        resumed.ahead()
+        stream.prefetch_next()
+        resumed.prefetch_next()
 
 
 def test_write_back_reaches_the_buffer() -> None:

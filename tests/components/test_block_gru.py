@@ -10,7 +10,7 @@ def sigmoid(x):
 
 
 def slow_step(gru, deter, inputs, blocks):
-    """One number at a time: gates are split inside each block, in the order reset, candidate, update."""
+    """Scalar loop: gates are split within each block, in the order reset, candidate, update."""
     size = len(deter) // blocks
     summary = gru.deter_in(torch.tensor([deter]))[0].tolist()
     shared = summary + [x for part in inputs for x in part]
@@ -22,7 +22,7 @@ def slow_step(gru, deter, inputs, blocks):
                 gru.layer.bias[g, 0, j].item()
                 + sum(x * gru.layer.weight[g, i, j].item() for i, x in enumerate(row))
             )
-    rms = math.sqrt(sum(x * x for x in hidden) / len(hidden) + 1e-4)  # over the whole memory, not per block
+    rms = math.sqrt(sum(x * x for x in hidden) / len(hidden) + 1e-4)  # over the complete state, not per block
     hidden = [x / rms * w for x, w in zip(hidden, gru.norm.weight.tolist())]
     hidden = [x * sigmoid(x) for x in hidden]
     out = []
@@ -41,7 +41,7 @@ def slow_step(gru, deter, inputs, blocks):
     return out
 
 
-def test_against_a_slow_loop():
+def test_block_gru_matches_loop():
     torch.manual_seed(0)
     gru = BlockGRU(6, 4, inputs=5, blocks=2)
     for parameter in gru.parameters():
@@ -53,8 +53,8 @@ def test_against_a_slow_loop():
         assert torch.allclose(got[row], torch.tensor(expected), atol=1e-5)
 
 
-def test_memory_is_kept_by_default():
-    # The update gate is shifted by -1: an untrained cell keeps most of what it has.
+def test_untrained_gru_keeps_state():
+    # The update gate has a bias of -1: an untrained cell keeps most of its state.
     gru = BlockGRU(8, 4, inputs=2, blocks=4)
     gru.gates.weight.data.zero_()
     deter = torch.rand(5, 8)

@@ -9,7 +9,7 @@ ACTION = ActionSpec("discrete", (), (2,))
 
 
 def image_spec(*shape: int) -> Spec:
-    return Spec("pictures", {"image": ArraySpec(shape, "uint8")}, ACTION)
+    return Spec("images", {"image": ArraySpec(shape, "uint8")}, ACTION)
 
 
 def images(*batch: int, channels: int = 3) -> dict[str, torch.Tensor]:
@@ -17,12 +17,12 @@ def images(*batch: int, channels: int = 3) -> dict[str, torch.Tensor]:
     return {"image": torch.randint(0, 256, (*batch, channels, 64, 64), generator=generator).to(torch.uint8)}
 
 
-def test_as_many_parameters_as_the_paper():
+def test_vae_parameter_count():
     vae = ConvVAE(spec=image_spec(3, 64, 64))
     assert sum(p.numel() for p in vae.parameters()) == 4_348_547
 
 
-def test_observe_a_step_and_a_sequence_alike():
+def test_observe_matches_observe_sequence():
     vae = ConvVAE(spec=image_spec(3, 64, 64), latent=5, depth=2)
     obs, noise = images(2, 3), torch.randn(2, 3, 5)
     sequence = vae.observe_sequence(obs, noise)
@@ -37,7 +37,7 @@ def test_observe_a_step_and_a_sequence_alike():
     assert torch.equal(vae.observe(obs)["z"], vae.observe(obs)["mu"])
 
 
-def test_decode_gives_images_of_the_same_form():
+def test_decode_shape_and_dtype():
     spec = Spec(
         "two", {"front": ArraySpec((3, 64, 64), "uint8"), "map": ArraySpec((1, 64, 64), "uint8")}, ACTION
     )
@@ -52,7 +52,7 @@ def test_decode_gives_images_of_the_same_form():
 
 
 @pytest.mark.parametrize("side", [16, 32, 64])
-def test_smaller_pictures_go_through_as_small_a_waist(side: int):
+def test_smaller_images(side: int):
     vae = ConvVAE(spec=image_spec(3, side, side), latent=4, depth=2)
     obs = {"image": torch.zeros(2, 5, 3, side, side, dtype=torch.uint8)}
     assert vae.encoder(torch.zeros(1, 3, side, side)).shape[-2:] == (2, 2)
@@ -60,7 +60,7 @@ def test_smaller_pictures_go_through_as_small_a_waist(side: int):
     assert vae.decode(torch.zeros(2, 5, 4)).shape == (2, 5, 3, side, side)
 
 
-def test_the_kl_is_pushed_down_to_the_tolerance_only():
+def test_kl_is_clipped_at_tolerance():
     vae = ConvVAE(spec=image_spec(1, 64, 64), latent=4, depth=2, kl_tolerance=0.5)
     obs, noise = images(3, channels=1), torch.randn(3, 4)
     for module in (vae.to_mu, vae.to_logvar):
@@ -77,7 +77,7 @@ def test_the_kl_is_pushed_down_to_the_tolerance_only():
     assert vae.to_mu.bias.grad.abs().sum() > 0.0
 
 
-def test_reconstruction_loss_is_the_squared_error_summed_over_pixels():
+def test_reconstruction_loss():
     vae = ConvVAE(spec=image_spec(3, 64, 64), latent=4, depth=2)
     obs, noise = images(2), torch.randn(2, 4)
     losses, metrics = vae.losses(obs, noise)
@@ -87,15 +87,15 @@ def test_reconstruction_loss_is_the_squared_error_summed_over_pixels():
     assert metrics["pixel_error"].item() == pytest.approx(expected.mean().item() / (3 * 64 * 64))
 
 
-def test_kl_against_torch():
+def test_kl_matches_torch():
     mu, logvar = torch.randn(5, 3), torch.randn(5, 3)
     posterior = torch.distributions.Normal(mu, (logvar / 2).exp())
     expected = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0)).sum(-1)
     torch.testing.assert_close(kl_to_standard_normal(mu, logvar), expected)
 
 
-def test_it_learns_two_pictures():
-    """A square in two places: without telling them apart, and without any square, the error is 104."""
+def test_vae_learns_two_images():
+    """A square at two positions: a model that cannot distinguish them, or draws none, has an error of 104."""
     torch.manual_seed(0)
     vae = ConvVAE(spec=image_spec(1, 64, 64), latent=2, depth=8)
     image = torch.full((2, 1, 64, 64), 60, dtype=torch.uint8)
@@ -110,7 +110,7 @@ def test_it_learns_two_pictures():
     assert losses["reconstruction"].max() < 60
 
 
-def test_helpful_messages():
+def test_vae_error_messages():
     with pytest.raises(ConfigError, match=r"environment\.size=64"):
         ConvVAE(spec=image_spec(3, 96, 96))
     with pytest.raises(ConfigError, match=r"environment\.pixels=true"):

@@ -33,7 +33,7 @@ def observations_of(spec, *batch):
 @pytest.mark.parametrize(
     "observations", [VECTOR, IMAGE, {**VECTOR, **IMAGE}], ids=["vector", "image", "both"]
 )
-def test_encoder_and_decoder_take_what_the_environment_has(observations):
+def test_encoder_and_decoder_shapes(observations):
     torch.manual_seed(0)
     spec = spec_of(observations)
     encoder = DictEncoder(spec=spec, units=8, depth=2)
@@ -55,7 +55,7 @@ def test_encoder_and_decoder_take_what_the_environment_has(observations):
         assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in module.parameters())
 
 
-def test_one_step_equals_the_same_step_of_a_sequence():
+def test_step_matches_sequence():
     spec = spec_of({**VECTOR, **IMAGE})
     encoder = DictEncoder(spec=spec, units=8, depth=2)
     obs = observations_of(spec, 2, 3)
@@ -63,7 +63,7 @@ def test_one_step_equals_the_same_step_of_a_sequence():
     assert torch.allclose(encoder(step), encoder(obs)[:, 1], atol=1e-5)
 
 
-def test_vector_encoder_is_an_mlp_on_symlog_in_sorted_order():
+def test_vector_encoder_sorts_and_applies_symlog():
     spec = spec_of(VECTOR)
     encoder = MLPEncoder(spec=spec, units=8, layers=1)
     obs = observations_of(spec, 5)
@@ -71,7 +71,7 @@ def test_vector_encoder_is_an_mlp_on_symlog_in_sorted_order():
     assert torch.allclose(encoder(obs), encoder.mlp(symlog(joined)))
 
 
-def test_vector_loss_by_hand():
+def test_vector_loss():
     spec = spec_of({"position": ArraySpec((2,), "float32")})
     decoder = DictDecoder(spec=spec, units=8, depth=2, **STATE_SIZES)
     target = torch.tensor([[torch.e - 1, 0.0]])  # symlog (1, 0)
@@ -79,7 +79,7 @@ def test_vector_loss_by_hand():
     assert losses["position"].item() == pytest.approx(4.25, rel=1e-5)
 
 
-def test_image_loss_by_hand():
+def test_image_loss():
     spec = spec_of({"image": ArraySpec((1, 16, 16), "uint8")})
     decoder = DictDecoder(spec=spec, units=8, depth=2, **STATE_SIZES)
     truth = torch.full((1, 1, 16, 16), 255, dtype=torch.uint8)
@@ -87,7 +87,7 @@ def test_image_loss_by_hand():
     assert losses["image"].item() == pytest.approx(256 * 0.25)
 
 
-def test_several_images_are_split_again():
+def test_several_images():
     spec = spec_of({"front": ArraySpec((3, 16, 32), "uint8"), "back": ArraySpec((1, 16, 32), "uint8")})
     decoder = DictDecoder(spec=spec, units=8, depth=2, **STATE_SIZES)
     encoder = DictEncoder(spec=spec, units=8, depth=2)
@@ -97,7 +97,7 @@ def test_several_images_are_split_again():
     assert prediction["back"].shape == (2, 1, 16, 32)
 
 
-def test_helpful_messages():
+def test_encoder_error_messages():
     with pytest.raises(ConfigError, match="divisible by 16"):
         DictEncoder(spec=spec_of({"image": ArraySpec((3, 60, 64), "uint8")}), units=8, depth=2)
     with pytest.raises(ConfigError, match=r"9.*width 3"):
@@ -106,7 +106,7 @@ def test_helpful_messages():
         MLPEncoder(spec=spec_of(IMAGE), units=8)
 
 
-def test_encoder_and_decoder_may_leave_observations_out():
+def test_keys_select_observations():
     spec = spec_of({**VECTOR, **IMAGE})
     encoder = DictEncoder(spec=spec, units=8, depth=2, keys=["image", "position"])
     assert encoder.embed_dim == dict_embed_dim(spec, units=8, depth=2, keys=["image", "position"])
@@ -119,17 +119,17 @@ def test_encoder_and_decoder_may_leave_observations_out():
 
 
 @pytest.mark.parametrize(
-    "keys, says",
+    "keys, message",
     [(["positions"], "Did you mean 'position'"), ([], "null for all"), ("image", "must be a list")],
 )
-def test_keys_that_are_not_there(keys, says):
-    with pytest.raises(ConfigError, match=says):
+def test_unknown_keys(keys, message):
+    with pytest.raises(ConfigError, match=message):
         DictEncoder(spec=spec_of({**VECTOR, **IMAGE}), units=8, depth=2, keys=keys)
     with pytest.raises(ConfigError, match=r"components\.decoder\.keys"):
         DictDecoder(spec=spec_of(VECTOR), units=8, depth=2, keys=keys, **STATE_SIZES)
 
 
-def test_identity_passes_everything_through():
+def test_identity_representation():
     identity = IdentityRepresentation()
     obs = {"vector": torch.randn(2, 4)}
     assert identity.observe(obs) is obs

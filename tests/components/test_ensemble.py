@@ -1,4 +1,4 @@
-"""Stacked networks give what each of them would give alone."""
+"""A stacked ensemble computes the same as separate networks."""
 
 import pytest
 import torch
@@ -21,16 +21,16 @@ def randomise(module):
 
 
 def alone(ensemble, member, *parts):
-    """One member, written out."""
+    """One member, computed separately."""
     x = torch.cat(parts, -1)
     layers = ensemble.weights()
-    for layer, word in zip(layers, ensemble.words):
+    for layer, kind in zip(layers, ensemble.layer_kinds):
         names = sorted(name for name in layer if name.startswith("input"))
         weight = torch.cat([layer[name][member] for name in names], 0)
         x = x @ weight + layer["bias"][member, 0]
-        if word.startswith("norm"):
+        if kind.startswith("norm"):
             x = F.layer_norm(x, x.shape[-1:], layer["scale"][member, 0], layer["shift"][member, 0])
-        activation = word.rpartition("+")[2]
+        activation = kind.rpartition("+")[2]
         x = (
             x
             if activation == "plain"
@@ -42,7 +42,7 @@ def alone(ensemble, member, *parts):
 
 
 @pytest.mark.parametrize("hidden", [("norm+mish", "norm+mish"), ("norm+tanh", "elu")])
-def test_every_member_is_its_own_network(hidden):
+def test_members_are_independent(hidden):
     ensemble = randomise(EnsembleMLP(4, [3, 2], 8, 5, hidden=hidden))
     a, b = torch.randn(2, 6, 3), torch.randn(2, 6, 2)
     together = ensemble(a, b)
@@ -53,13 +53,13 @@ def test_every_member_is_its_own_network(hidden):
     assert torch.allclose(some, together[[2, 0]], atol=1e-6)
 
 
-def test_parameter_count_is_that_of_separate_networks():
+def test_ensemble_parameter_count():
     ensemble = EnsembleMLP(5, [512, 6], 512, 101)
     one = (518 * 512 + 3 * 512) + (512 * 512 + 3 * 512) + (512 * 101 + 101)
     assert sum(p.numel() for p in ensemble.parameters()) == 5 * one == 2_911_225
 
 
-def test_selected_members_get_no_gradient_but_the_input_does():
+def test_selected_members_are_detached():
     ensemble = randomise(EnsembleMLP(3, [3, 2], 8, 1))
     latent, action = torch.randn(4, 3), torch.randn(4, 2, requires_grad=True)
     ensemble(latent, action, weights=ensemble.select(torch.tensor([0, 1]))).sum().backward()
@@ -67,19 +67,19 @@ def test_selected_members_get_no_gradient_but_the_input_does():
     assert all(parameter.grad is None for parameter in ensemble.parameters())
 
 
-def test_dropout_is_a_function_of_its_noise():
+def test_dropout_depends_on_noise_only():
     ensemble = randomise(EnsembleMLP(2, [3], 4, 1, hidden=("elu",)))
     x = torch.randn(5, 3)
     none, all_but = torch.ones(2, 5, 4), torch.zeros(2, 5, 4)
     kept = ensemble(x, dropout=none, rate=0.5)
     layer = ensemble.weights()
-    hidden = F.elu((x @ layer[0]["input0"][0] + layer[0]["bias"][0]) * 2.0)  # what stays is scaled up
+    hidden = F.elu((x @ layer[0]["input0"][0] + layer[0]["bias"][0]) * 2.0)  # kept units are scaled up
     assert torch.allclose(kept[0], hidden @ layer[1]["input0"][0] + layer[1]["bias"][0], atol=1e-5)
     gone = ensemble(x, dropout=all_but, rate=0.5)
     assert torch.allclose(gone, layer[1]["bias"].expand(-1, 5, -1))
 
 
-def test_slow_copy_holds_buffers_and_follows():
+def test_slow_copy_averages_buffers():
     ensemble = randomise(EnsembleMLP(2, [3], 4, 1))
     slow = SlowCopy(ensemble)
     x = torch.randn(5, 3)
@@ -97,7 +97,7 @@ def critic(**options):
     return randomise(QEnsembleController(spec=SPEC, latent=3, units=8, bins=11, **options))
 
 
-def test_target_is_the_lesser_of_two_slow_members():
+def test_target_is_minimum_of_two_members():
     q = critic(members=4)
     q.update_slow(1.0)
     latent, action = torch.randn(6, 3), torch.randn(6, 2)
@@ -112,20 +112,20 @@ def test_target_is_the_lesser_of_two_slow_members():
     )
 
 
-def test_values_start_at_zero():
+def test_initial_values_are_zero():
     q = QEnsembleController(spec=SPEC, latent=3, units=8)
     assert q.mean(q(torch.randn(4, 3), torch.randn(4, 2))).abs().max() < 1e-6
 
 
-def test_pairs_are_drawn_evenly_and_without_repetition():
+def test_pairs_are_uniform_and_distinct():
     generator = torch.Generator().manual_seed(0)
     pairs = [tuple(sorted(choose_pair(torch.rand(4, generator=generator)).tolist())) for _ in range(1200)]
     counts = {pair: pairs.count(pair) for pair in set(pairs)}
     assert len(counts) == 6 and min(counts.values()) > 140
 
 
-def test_messages():
-    with pytest.raises(ConfigError, match="at least as many"):
+def test_critic_error_messages():
+    with pytest.raises(ConfigError, match="members=1 must be at least 2"):
         critic(members=1)
     with pytest.raises(ConfigError, match="mean or min"):
         critic(reduce="max")

@@ -1,4 +1,4 @@
-"""The last layer of heads and policy is not rounded when products are done in bfloat16."""
+"""The last layer of heads and policy is float32 under bfloat16 autocast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_lab.records import ActionSpec, ArraySpec, Spec
 SPEC = Spec("heads", {"x": ArraySpec((3,), "float32")}, ActionSpec("continuous", (2,)))
 
 
-def test_heads_and_policy_give_float32_that_bfloat16_cannot_hold():
+def test_outputs_are_float32_under_autocast():
     torch.manual_seed(0)
     feature = torch.randn(8, 16)
     heads = (
@@ -27,8 +27,8 @@ def test_heads_and_policy_give_float32_that_bfloat16_cannot_hold():
         assert not torch.equal(result, result.bfloat16().float())
 
 
-def test_a_value_moves_by_less_than_a_rounded_logit_could_show():
-    """Of two bins around 450, one logit is raised by a thousandth: the value follows, rounded logits do not."""
+def test_small_logit_change_moves_value():
+    """Adding 0.001 to the logit of a bin near 450 changes the value; bfloat16 would round it away."""
     head = TwoHotHead(features=1, units=1, layers=1)
     logits = torch.full((255,), -5.0)
     lower, _ = head.two_hot.encode(torch.tensor(450.0))
@@ -39,7 +39,7 @@ def test_a_value_moves_by_less_than_a_rounded_logit_could_show():
     assert head.mean(raised.bfloat16()) == head.mean(logits.bfloat16())
 
 
-def test_frozen_weights_do_the_same():
+def test_frozen_mlp_matches_mlp():
     torch.manual_seed(0)
     for float_out in (False, True):
         mlp = MLP(16, 32, 2, outputs=5, float_out=float_out)
@@ -51,7 +51,7 @@ def test_frozen_weights_do_the_same():
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-def test_the_way_back_through_frozen_weights_is_autograds():
+def test_frozen_mlp_gradient_matches_autograd():
     torch.manual_seed(0)
     for outputs, float_out in ((None, False), (5, False), (5, True)):
         mlp = MLP(16, 32, 3, outputs=outputs, float_out=float_out)

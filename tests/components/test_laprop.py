@@ -8,7 +8,7 @@ from rl_lab.components.nn.optim import LaProp
 
 
 def slow_laprop(parameter, gradients, *, lr, warmup, agc=0.3, floor=1e-3, beta1=0.9, beta2=0.999, eps=1e-20):
-    """One number at a time, as the paper writes it, clipping included."""
+    """Scalar loop as in the paper, with clipping."""
     values = parameter.flatten().tolist()
     square, momentum = [0.0] * len(values), [0.0] * len(values)
     for step, gradient in enumerate(gradients, start=1):
@@ -28,7 +28,7 @@ def slow_laprop(parameter, gradients, *, lr, warmup, agc=0.3, floor=1e-3, beta1=
 
 @pytest.mark.parametrize("warmup", [0, 4])
 @pytest.mark.parametrize("agc", [0.0, 0.3])
-def test_against_a_slow_loop(warmup, agc):
+def test_laprop_matches_loop(warmup, agc):
     generator = torch.Generator().manual_seed(0)
     starts = [
         torch.randn(3, 2, generator=generator),
@@ -49,15 +49,15 @@ def test_against_a_slow_loop(warmup, agc):
         assert torch.allclose(parameter, expected, atol=1e-5)
 
 
-def test_clipping_limits_the_gradient_to_a_share_of_the_weights():
-    parameter = nn.Parameter(torch.tensor([3.0, 4.0]))  # norm 5: gradients up to 1.5 pass
+def test_adaptive_gradient_clipping():
+    parameter = nn.Parameter(torch.tensor([3.0, 4.0]))  # norm 5: gradient norms up to 1.5 are not clipped
     optimizer = LaProp([parameter], lr=1.0)
     parameter.grad = torch.tensor([0.0, 30.0])
     (ratio,) = optimizer._clip_ratios(optimizer.param_groups[0], [parameter], [parameter.grad])
     assert torch.allclose(parameter.grad / ratio, torch.tensor([0.0, 1.5]))
 
 
-def test_a_parameter_that_joins_later_has_its_own_count():
+def test_late_parameter_has_own_step_count():
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = LaProp([first, second], lr=0.1, agc=0.0, warmup=0)
     gradients = [torch.tensor([1.0, -2.0]) * k for k in range(1, 6)]
@@ -70,7 +70,7 @@ def test_a_parameter_that_joins_later_has_its_own_count():
 
 
 @pytest.mark.parametrize("masked_step", [0, 2])
-def test_found_inf_masks_parameters_and_state(masked_step):
+def test_found_inf_masks_step(masked_step):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(4, generator=generator)
     gradients = [torch.randn(4, generator=generator) for _ in range(4)]
@@ -86,7 +86,7 @@ def test_found_inf_masks_parameters_and_state(masked_step):
     assert optimizer.state[parameter]["step"].item() == 3
 
 
-def test_state_survives_saving(tmp_path):
+def test_state_dict_round_trip(tmp_path):
     def make():
         torch.manual_seed(0)
         parameter = nn.Parameter(torch.randn(5))
@@ -97,8 +97,8 @@ def test_state_survives_saving(tmp_path):
             parameter.grad = torch.sin(parameter.detach() * 3)
             optimizer.step()
 
-    whole, optimizer = make()
-    train(whole, optimizer, 6)
+    expected, optimizer = make()
+    train(expected, optimizer, 6)
     half, optimizer = make()
     train(half, optimizer, 3)
     torch.save({"p": half, "o": optimizer.state_dict()}, tmp_path / "state.pt")
@@ -107,4 +107,4 @@ def test_state_survives_saving(tmp_path):
     resumed.data.copy_(state["p"])
     optimizer.load_state_dict(state["o"])
     train(resumed, optimizer, 3)
-    assert torch.equal(resumed, whole)
+    assert torch.equal(resumed, expected)

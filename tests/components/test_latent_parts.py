@@ -1,14 +1,14 @@
-"""Small parts of TD-MPC: random shift, running scale, embeddings, encoders, number formats, compiled pieces."""
+"""Parts of TD-MPC: random shift, running scale, embeddings, encoders, precision, compiled functions."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from rl_lab.components.kernels.norm_activate import fused_norm_activate
+from rl_lab.components.kernels.two_hot import two_hot_return
 from rl_lab.components.nn.ensemble import EnsembleMLP
 from rl_lab.components.nn.fast_path import compiling, fast_path
 from rl_lab.components.nn.heads import TerminationHead
-from rl_lab.components.nn.kernels.norm_activate import fused_norm_activate
-from rl_lab.components.nn.kernels.two_hot_return import two_hot_return
 from rl_lab.components.nn.normed_mlp import Layer, NormedMLP, activate, pad_to
 from rl_lab.components.nn.two_hot import SymlogTwoHot
 from rl_lab.components.representation_learners.latent_encoders import (
@@ -18,8 +18,8 @@ from rl_lab.components.representation_learners.latent_encoders import (
     random_shift,
 )
 from rl_lab.errors import ConfigError
+from rl_lab.launch.runtime import tensor_float
 from rl_lab.records import ActionSpec, ArraySpec, Spec
-from rl_lab.utils.tensor_float import tensor_float
 from rl_lab.workflows.tdmpc.losses import RunningScale
 from rl_lab.workflows.tdmpc.planning_model import CastCopy
 
@@ -27,12 +27,14 @@ ACTION = ActionSpec("continuous", (2,))
 
 
 def image_spec(size, channels=9):
-    return Spec("picture", {"image": ArraySpec((channels, size, size), "uint8")}, ACTION)
+    return Spec("images", {"image": ArraySpec((channels, size, size), "uint8")}, ACTION)
 
 
-def test_shift_moves_by_whole_pixels_and_repeats_the_border():
+def test_random_shift():
     image = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)
-    assert torch.equal(random_shift(image, torch.tensor([[0.5, 0.5]]), 1), image)  # the middle of three moves
+    assert torch.equal(
+        random_shift(image, torch.tensor([[0.5, 0.5]]), 1), image
+    )  # the middle of three shifts
     down_left = random_shift(image, torch.tensor([[0.0, 0.99]]), 1)[0, 0]
     padded = F.pad(image.float(), (1, 1, 1, 1), mode="replicate")[0, 0]
     assert torch.equal(down_left.float(), padded[0:4, 2:6])
@@ -40,7 +42,7 @@ def test_shift_moves_by_whole_pixels_and_repeats_the_border():
     assert torch.equal(several[1, 1], image[0, 0]) and not torch.equal(several[0], several[2])
 
 
-def test_running_scale_follows_the_range_of_percentiles():
+def test_running_scale():
     scale = RunningScale(rate=0.5)
     values = torch.linspace(0.0, 10.0, 101)  # percentiles 0.5 and 9.5
     assert scale.update(values).item() == pytest.approx(0.5 * 1.0 + 0.5 * 9.0)
@@ -50,7 +52,7 @@ def test_running_scale_follows_the_range_of_percentiles():
     assert torch.equal(scale.value, before)
 
 
-def test_task_embedding_is_a_lookup_in_a_ball():
+def test_task_embedding():
     spec = Spec("two", {"vector": ArraySpec((3,), "float32"), "task": ArraySpec((2,), "float32")}, ACTION)
     embedding = TaskEmbedding(spec=spec, width=4)
     embedding.weight.data[0] = 3.0
@@ -63,7 +65,7 @@ def test_task_embedding_is_a_lookup_in_a_ball():
         TaskEmbedding(spec=image_spec(16), width=4)
 
 
-def test_state_encoder_joins_what_describes_the_state():
+def test_state_encoder_ignores_task_keys():
     observations = {
         "velocity": ArraySpec((2,), "float32"),
         "height": ArraySpec((), "float32"),
@@ -80,8 +82,8 @@ def test_state_encoder_joins_what_describes_the_state():
         LatentEncoder(spec=image_spec(16), latent=16, units=8)
 
 
-def test_published_image_encoder_has_no_dense_layer():
-    """64×64, three frames: 29, 13, 6, 4 pixels, 32 channels: 512 numbers, straight into SimNorm."""
+def test_published_image_encoder():
+    """Three 64×64 frames: sides 29, 13, 6, 4 with 32 channels, so 512 features directly into SimNorm."""
     encoder = LatentImageEncoder(spec=image_spec(64), latent=512)
     assert encoder.flat == 512 and encoder.out is None
     convs = [(9, 7), (32, 5), (32, 3), (32, 3)]
@@ -90,17 +92,17 @@ def test_published_image_encoder_has_no_dense_layer():
     assert encoder({"image": images}).shape == (2, 3, 512)
 
 
-def test_image_encoder_shifts_only_where_noise_is_given():
+def test_image_encoder_shifts_with_noise_only():
     encoder = LatentImageEncoder(spec=image_spec(32), latent=16, channels=4, kernels=[3, 3], strides=[2, 2])
     images = {"image": torch.randint(256, (5, 9, 32, 32), dtype=torch.uint8)}
     assert torch.equal(encoder(images), encoder(images, noise=torch.full((5, 2), 0.5)))
     assert not torch.equal(encoder(images), encoder(images, noise=torch.rand(5, 2)))
-    assert encoder.out is not None  # the widths differ, so a layer leads into the latent
+    assert encoder.out is not None  # the widths differ, so a layer maps to the latent
     with pytest.raises(ConfigError, match="too small"):
         LatentImageEncoder(spec=image_spec(8), latent=16)
 
 
-def test_cast_copy_computes_in_its_own_format_and_catches_up():
+def test_cast_copy():
     torch.manual_seed(0)
     mlp = NormedMLP([8], 16, 4)
     copies = CastCopy({"mlp": mlp}, torch.bfloat16)
@@ -125,7 +127,7 @@ def test_termination_head():
     assert torch.allclose(head.loss(logit, torch.ones(3, 5)).mean(), expected)
 
 
-def test_tensor_float_holds_for_a_block_only():
+def test_tensor_float_context():
     before = torch.backends.cuda.matmul.allow_tf32
     with tensor_float(True):
         assert torch.backends.cuda.matmul.allow_tf32
@@ -136,7 +138,7 @@ def test_tensor_float_holds_for_a_block_only():
 
 @pytest.mark.parametrize("activation, group", [("mish", 1), ("simnorm", 4)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_the_fused_layer_gives_the_plain_numbers(activation: str, group: int, with_bias: bool):
+def test_fused_norm_activate(activation: str, group: int, with_bias: bool):
     members, rows, width = 3, 5, 12
     x, bias = torch.randn(members, rows, width), torch.randn(members, 1, width) if with_bias else None
     scale, shift = torch.rand(members, 1, width) + 0.5, torch.randn(members, 1, width)
@@ -153,14 +155,14 @@ def test_the_fused_layer_gives_the_plain_numbers(activation: str, group: int, wi
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("word", ["norm+mish", "norm+simnorm", "elu"])
-@pytest.mark.parametrize("quick", [False, True])
-def test_groups_of_rows_with_a_bias_each(word: str, quick: bool):
-    """A layer on (latent, action) where groups share the latent: its product may come in as a bias."""
-    layer = Layer([8, 3], 16, word)
+@pytest.mark.parametrize("kind", ["norm+mish", "norm+simnorm", "elu"])
+@pytest.mark.parametrize("on", [False, True])
+def test_finish_groups(kind: str, on: bool):
+    """Groups of actions share a latent, so the product with the latent can be added as a bias."""
+    layer = Layer([8, 3], 16, kind)
     latent, action = torch.randn(4, 8), torch.randn(4, 5, 3)
     expected = layer(latent.repeat_interleave(5, 0), action.flatten(0, 1)).view(4, 5, 16)
-    with torch.no_grad(), fast_path(quick):
+    with torch.no_grad(), fast_path(on):
         share = F.linear(latent, layer.weight0, layer.bias)
         table = torch.zeros(4, 5, 20)
         found = layer.finish_groups(action @ layer.weight1.t(), share)
@@ -169,7 +171,7 @@ def test_groups_of_rows_with_a_bias_each(word: str, quick: bool):
     assert torch.allclose(table[..., :16], expected, atol=1e-6) and not table[..., 16:].any()
 
 
-def test_returns_of_logits_by_hand():
+def test_two_hot_return():
     code = SymlogTwoHot(11, limit=3.0)
     rewards, values = torch.randn(2, 4, 11), torch.randn(3, 4, 11)
     bias, weight = torch.randn(3, 11), torch.rand(4, 3)
@@ -182,7 +184,7 @@ def test_returns_of_logits_by_hand():
     assert torch.allclose(found[:4], expected, atol=1e-5) and found[4] == -7.0
 
 
-def test_networks_on_the_fast_path_give_the_plain_numbers():
+def test_fast_path_networks():
     mlp = NormedMLP([8, 3], 16, 16, out="norm+simnorm")
     critics = EnsembleMLP(3, [8, 3], 16, 11, zero=False)
     x, a, dropout = torch.randn(7, 8, requires_grad=True), torch.randn(7, 3), torch.rand(3, 7, 16)
@@ -198,8 +200,8 @@ def test_networks_on_the_fast_path_give_the_plain_numbers():
         assert torch.allclose(plain, fused, rtol=1e-4, atol=1e-4)
 
 
-def test_widened_copies_give_the_same_numbers():
-    """Widths of 3, 7 and 11 become multiples of eight; predictions do not change."""
+def test_widened_networks():
+    """Widths of 3, 7 and 11 are padded to multiples of 8; predictions do not change."""
     mlp, critics = NormedMLP([8, 3], 16, 7), EnsembleMLP(3, [8, 3], 16, 11, zero=False)
     x, a = torch.randn(5, 2, 8), torch.randn(5, 2, 3)
     expected = mlp(x, a), critics(x, a), critics(x, a, weights=critics.select(torch.tensor([2, 0])))
@@ -212,8 +214,8 @@ def test_widened_copies_give_the_same_numbers():
         assert ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-6)
 
 
-@pytest.mark.learning  # the compiler takes its time
-def test_compiled_pieces_give_the_plain_numbers():
+@pytest.mark.learning  # compilation is slow
+def test_compiled_pointwise_functions():
     mlp = NormedMLP([8, 3], 16, 16, out="norm+simnorm")
     code = SymlogTwoHot(11)
     for rows in (5, 7, 5):

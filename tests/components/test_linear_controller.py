@@ -20,22 +20,24 @@ def make(action: ActionSpec, features: int = 4, **options) -> LinearController:
 
 
 @pytest.mark.parametrize(("features", "parameters"), [(32 + 256, 867), (32, 99)])
-def test_as_many_parameters_as_the_paper(features, parameters):
+def test_controller_parameter_count(features, parameters):
     controller = make(CAR, features)
     assert sum(p.numel() for p in controller.parameters()) == controller.num_parameters == parameters
 
 
-def test_the_brake_rests_below_zero():
+def test_rectified_brake():
     controller = make(CAR, rectified=[2])
     raw = torch.tensor([[0.0, 0.0, 0.0], [20.0, -20.0, -20.0], [-20.0, 20.0, 20.0], [0.0, 0.0, 0.5]])
     action = controller.to_action(raw)
     expected = torch.tensor([[0.0, 0.0, -1.0], [1.0, -1.0, -1.0], [-1.0, 1.0, 1.0], [0.0, 0.0, -0.0758]])
     torch.testing.assert_close(action, expected, atol=1e-3, rtol=0)
-    assert torch.equal(controller.act(torch.randn(2, 4))[0], expected[0])  # evolution starts with no action
+    assert torch.equal(
+        controller.act(torch.randn(2, 4))[0], expected[0]
+    )  # evolution starts with the neutral action
 
 
 @pytest.mark.parametrize("action", [CAR, DISCRETE, MULTI], ids=lambda a: a.kind)
-def test_a_population_acts_as_its_members_would(action):
+def test_population_matches_members(action):
     controller = make(action)
     candidates = torch.randn(5, controller.num_parameters)
     features = torch.randn(5, 7, 4)
@@ -50,7 +52,7 @@ def test_a_population_acts_as_its_members_would(action):
         torch.testing.assert_close(single[index], alone[0])
 
 
-def test_rectified_must_fit():
+def test_invalid_rectified():
     with pytest.raises(ConfigError, match="continuous"):
         make(DISCRETE, rectified=[0])
     with pytest.raises(ConfigError, match="3 of kind"):
@@ -62,7 +64,7 @@ def test_rectified_must_fit():
 
 @pytest.mark.parametrize("action", [CAR, DISCRETE, MULTI], ids=lambda a: a.kind)
 @pytest.mark.parametrize("kind", ["uniform", "held", "brownian"])
-def test_explorers_stay_in_range_and_last(action, kind):
+def test_explorers(action, kind):
     if kind == "brownian" and action is not CAR:
         with pytest.raises(ConfigError, match="held"):
             Explorer(spec=spec(action), kind=kind)
@@ -80,14 +82,16 @@ def test_explorers_stay_in_range_and_last(action, kind):
     step_size = (history[1:] - history[:-1]).abs().mean().item()
     if kind == "held":
         chance = {3: 1 / 3, 2: 1 / 6}.get(len(action.choices) and (3 if action is DISCRETE else 2), 0.0)
-        assert same == pytest.approx(0.6 + 0.4 * chance, abs=0.05)  # held for 1 to 4 steps, 2.5 on average
+        assert same == pytest.approx(
+            0.6 + 0.4 * chance, abs=0.05
+        )  # repeated for 1 to 4 steps, 2.5 on average
     elif kind == "brownian":
         assert 0.08 < step_size < 0.13 and history.abs().mean() > 0.3
     else:
         assert same < 0.4
 
 
-def test_an_episode_begins_with_an_action_of_its_own():
+def test_episode_start_resamples_action():
     explorer = Explorer(spec=spec(CAR), kind="brownian")
     generator = torch.Generator().manual_seed(0)
     _, state = explorer.act(explorer.initial_state(500), torch.ones(500, dtype=torch.bool), generator)

@@ -19,13 +19,13 @@ def count(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def test_as_many_parameters_as_the_paper():
+def test_mdn_rnn_parameter_count():
     assert count(make(reward_head=False, done_head=False)) == 422_368
     assert count(make()) == 422_368 + 2 * 257
 
 
-def test_mixture_log_likelihood_against_a_slow_loop():
-    """In float64, number by number, component by component."""
+def test_mixture_log_prob_matches_loop():
+    """Float64 loop over dimensions and components."""
     generator = torch.Generator().manual_seed(0)
     raw = 2.0 * torch.randn(2, 3, 4 * 3 * 5, generator=generator)
     value = 2.0 * torch.randn(2, 3, 4, generator=generator)
@@ -47,12 +47,12 @@ def test_mixture_log_likelihood_against_a_slow_loop():
                 assert fast[b, t, d].item() == pytest.approx(math.log(density), rel=1e-5, abs=1e-5)
 
 
-def test_log_likelihood_stays_finite_far_away():
+def test_log_prob_is_finite_far_away():
     far = Mixture.from_raw(torch.zeros(1, 3 * 5), 5).log_prob(torch.full((1, 1), 1e4))
     assert torch.isfinite(far).all()
 
 
-def test_sampling_follows_the_mixture():
+def test_mixture_sampling():
     raw = torch.tensor([math.log(0.25), math.log(0.75), -2.0, 3.0, math.log(0.5), math.log(0.1)])
     mixture = Mixture.from_raw(raw.expand(40_000, 6), 2)
     generator = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ def test_sampling_follows_the_mixture():
     assert low.mean().item() == pytest.approx(-2.0, abs=0.02) and low.std().item() == pytest.approx(
         0.5, abs=0.02
     )
-    # Cold: the likelier component's mean. Hot: weights even out, deviations grow by the root.
+    # Low temperature: mean of the likelier component. High: equal weights, std grows with the square root.
     cold = mixture.sample(uniform, normal, 1e-4)
     assert torch.allclose(cold, torch.tensor(3.0), atol=0.01)
     hot = mixture.sample(uniform, normal, 4.0)
@@ -73,14 +73,14 @@ def test_sampling_follows_the_mixture():
     assert hot[hot > 1.5].std().item() == pytest.approx(0.2, abs=0.02)
 
 
-def test_the_last_component_is_never_passed():
+def test_sampled_component_stays_in_range():
     mixture = Mixture.from_raw(torch.zeros(1, 9), 3)
     sample = mixture.sample(torch.ones(1, 1), torch.zeros(1, 1))
     assert sample.item() == 0.0
 
 
 @pytest.mark.parametrize("action", [CONTINUOUS, DISCRETE], ids=lambda a: a.kind)
-def test_the_fused_sequence_is_the_steps_one_by_one(action):
+def test_fused_sequence_matches_steps(action):
     model = make(action, latent=6, hidden=16, mixtures=2)
     z = torch.randn(3, 7, 6)
     actions = torch.rand(3, 7, 3) * 2 - 1 if action is CONTINUOUS else torch.randint(4, (3, 7))
@@ -98,19 +98,19 @@ def test_the_fused_sequence_is_the_steps_one_by_one(action):
     torch.testing.assert_close(*grads)
 
 
-def test_memory_is_forgotten_at_a_first_row():
+def test_is_first_resets_state():
     model = make(latent=6, hidden=16)
     z, actions = torch.randn(2, 5, 6), torch.rand(2, 5, 3)
     is_first = torch.zeros(2, 5, dtype=torch.bool)
     is_first[1, 3] = True
     outputs, _ = model.observe_sequence(model.reset_state(2), z, actions, is_first)
-    anew, _ = model.observe_sequence(model.reset_state(1), z[1:, 3:], actions[1:, 3:])
-    torch.testing.assert_close(outputs[1:, 3:], anew)
+    restarted, _ = model.observe_sequence(model.reset_state(1), z[1:, 3:], actions[1:, 3:])
+    torch.testing.assert_close(outputs[1:, 3:], restarted)
     through, _ = model.observe_sequence(model.reset_state(2), z, actions)
     torch.testing.assert_close(outputs[0], through[0])
 
 
-def test_lstm_starts_with_an_open_forget_gate_and_one_bias():
+def test_lstm_biases():
     lstm = LSTM(3, 4)
     assert {name for name, _ in lstm.named_parameters()} == {"weight_ih_l0", "weight_hh_l0", "bias_ih_l0"}
     assert lstm.bias_ih_l0.tolist() == [0.0] * 4 + [1.0] * 4 + [0.0] * 8
@@ -122,7 +122,7 @@ def test_lstm_starts_with_an_open_forget_gate_and_one_bias():
     )
 
 
-def test_losses():
+def test_mdn_rnn_losses():
     model = make(latent=4, hidden=8, mixtures=2)
     h, z = torch.randn(2, 3, 8), torch.randn(2, 3, 4)
     prediction = model.predict(h)
@@ -138,8 +138,8 @@ def test_losses():
     assert set(bare.losses(bare.predict(h), z, reward, terminated, done_weight=1.0)) == {"latent"}
 
 
-def test_it_learns_a_rule_that_needs_memory():
-    """0, 0, 1, 1, 0, 0, …: what follows depends on more than the last number."""
+def test_mdn_rnn_learns_rule_with_memory():
+    """0, 0, 1, 1, 0, 0, …: the next value depends on more than the last one."""
     torch.manual_seed(0)
     model = make(latent=1, hidden=16, mixtures=2, reward_head=False, done_head=False)
     pattern = torch.tensor([0.0, 0.0, 1.0, 1.0] * 4)
@@ -156,4 +156,4 @@ def test_it_learns_a_rule_that_needs_memory():
     h, _ = model.observe_sequence(model.reset_state(4), truth[:, :-1], actions[:, :-1])
     guess = model.predict(h).latent.sample(torch.full((4, 15, 1), 0.5), torch.zeros(4, 15, 1), 1e-3)
     assert (guess[:, 3:] - truth[:, 4:]).abs().max() < 0.3
-    assert loss < -0.6  # noise of 0.1 allows -0.88; not knowing which of the two comes, -0.19
+    assert loss < -0.6  # the optimum with noise 0.1 is -0.88; without memory it is -0.19

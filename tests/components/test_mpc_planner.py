@@ -1,4 +1,4 @@
-"""The planner: weights by hand, a linear-quadratic problem with a known optimum, discrete choices, purity."""
+"""The planner: weights, a linear-quadratic problem with a known optimum, discrete actions, masks."""
 
 import math
 
@@ -24,7 +24,7 @@ MULTI = Spec("grid", OBS, ActionSpec("multi_discrete", (2,), (2, 3)))
 
 
 class Integrator:
-    """A cart on a line, pushed: position and speed. Quadratic cost, so that the optimum is known."""
+    """Position and velocity of a cart with force as action. Quadratic cost, so that the optimum is known."""
 
     noise = {"policy": NoiseSpec((1,), "normal")}  # noqa: RUF012
 
@@ -34,7 +34,7 @@ class Integrator:
         self.b = torch.tensor([[0.0], [step]])
         self.q, self.r = torch.diag(torch.tensor([1.0, 0.3])), torch.tensor([[0.1]])
         p = self.q.clone()
-        for _ in range(500):  # the Riccati equation, by iteration
+        for _ in range(500):  # iterates the Riccati equation
             gain = torch.linalg.solve(self.r + self.b.T @ p @ self.b, self.b.T @ p @ self.a)
             p = self.q + self.a.T @ p @ (self.a - self.b @ gain)
         self.p, self.gain = p, gain
@@ -49,7 +49,7 @@ class Integrator:
         return -((latent @ self.p) * latent).sum(-1)
 
     def policy(self, latent, noise):
-        return noise.clamp(-1.0, 1.0)  # knows nothing
+        return noise.clamp(-1.0, 1.0)  # random
 
     def cost(self, start, controller, steps=40):
         state, total = start, torch.zeros(len(start))
@@ -68,7 +68,7 @@ def draw(planner, model, n, generator):
 
 @pytest.mark.parametrize(("method", "limit"), [("mppi", 0.02), ("cem", 0.02), ("random_shooting", 0.5)])
 def test_linear_quadratic_optimum(method, limit):
-    """In closed loop over 40 steps: at most 2 % above the optimal controller, with the published numbers.
+    """In closed loop over 40 steps: at most 2 % above the optimal controller, with the published settings.
 
     Random shooting, which never narrows its search, is much cruder; doing nothing costs 20 times the optimum.
     """
@@ -104,12 +104,12 @@ def test_linear_quadratic_optimum(method, limit):
 
     cost = model.cost(start, act)
     assert cost.sum() / best.sum() - 1.0 < limit
-    assert (cost > best * 0.999).all()  # nobody beats the optimum
+    assert (cost > best * 0.999).all()  # no controller is better than the optimum
     assert model.cost(start, lambda state, t: torch.zeros(3, 1)).sum() > 20 * best.sum()
 
 
-def test_plans_of_several_environments_do_not_mix():
-    """Environment 1 of three gets the plan that it would get alone with the same noise."""
+def test_environments_are_independent():
+    """Environment 1 of three gets the same plan as alone with the same noise."""
     model, planner = (
         Integrator(),
         MPCPlanner(spec=CONTINUOUS, samples=32, policy_samples=4, elites=8, iterations=3),
@@ -130,14 +130,14 @@ def test_plans_of_several_environments_do_not_mix():
     assert torch.allclose(together.memory[1:2], alone.memory, atol=1e-6)
 
 
-def test_mppi_weights_by_hand():
-    """Temperature ½: a value 2 ln 3 below the best weighs a third of it."""
+def test_mppi_weights():
+    """Temperature ½: a value 2 ln 3 below the best has a third of its weight."""
     weights = elite_weights(torch.tensor([[5.0, 5.0 - 2.0 * math.log(3.0)]]), 0.5)
     assert torch.allclose(weights, torch.tensor([[0.75, 0.25]]), atol=1e-6)
     assert torch.allclose(elite_weights(torch.tensor([[5.0, -9.0]]), 0.0), torch.tensor([[0.5, 0.5]]))
 
 
-def test_refit_by_hand():
+def test_refit():
     search = NormalSearch(ActionSpec("continuous", (1,)), 2, momentum=0.1)
     parameters = search.start(torch.ones(1, 2, 1), torch.tensor([True]))
     elites = torch.tensor([[[[0.0], [1.0]], [[1.0], [1.0]]]])  # (1, 2, 2, 1)
@@ -146,7 +146,7 @@ def test_refit_by_hand():
     assert torch.allclose(std[0, :, 0], torch.tensor([math.sqrt(0.25 * 0.75), 0.05]))  # the floor
 
 
-def test_a_plan_is_moved_on_by_one_and_forgotten_at_an_episode_start():
+def test_memory_is_shifted_and_reset():
     search = NormalSearch(ActionSpec("continuous", (1,)), 3)
     memory = torch.tensor([[[1.0], [2.0], [3.0]]]).repeat(2, 1, 1)
     mean, std = search.start(memory, torch.tensor([False, True]))
@@ -158,7 +158,7 @@ def test_a_plan_is_moved_on_by_one_and_forgotten_at_an_episode_start():
 
 
 class Chain:
-    """Reward 1 for a step, value 10 at the end, alive as told."""
+    """Reward 1 per step, value 10 at the end, given survival probabilities."""
 
     def __init__(self, alive=None):
         if alive is not None:
@@ -174,19 +174,19 @@ class Chain:
         return 10.0 * latent[..., 0]
 
 
-def test_value_of_a_trajectory_by_hand():
+def test_trajectory_value():
     actions = torch.ones(1, 3, 1)
     weight = discount_weights(torch.tensor([0.5]), 3)
     value = trajectory_values(Chain(), torch.zeros(1, 1), actions, weight=weight)
     assert value.item() == pytest.approx(1 + 0.5 + 0.25 + 0.125 * 30)
     ended = trajectory_values(Chain([1.0, 0.0, 1.0]), torch.zeros(1, 1), actions, weight=weight)
-    assert ended.item() == pytest.approx(1 + 0.5)  # nothing counts after an end
+    assert ended.item() == pytest.approx(1 + 0.5)  # no reward after termination
     short = trajectory_values(Chain(), torch.zeros(1, 1), actions, weight=weight, horizon=torch.tensor(2))
     assert short.item() == pytest.approx(1 + 0.5 + 0.25 * 20)
 
 
 class Lock:
-    """Discrete: only one sequence of choices opens it, a step at a time."""
+    """Discrete actions: only one sequence is rewarded, at each step."""
 
     def __init__(self, code):
         self.code = code  # (H, A) one-hot
@@ -207,7 +207,7 @@ class Lock:
 
 @pytest.mark.parametrize("spec", [DISCRETE, MULTI], ids=lambda s: s.action.kind)
 @pytest.mark.parametrize("method", ["mppi", "cem", "random_shooting"])
-def test_discrete_choices_are_found(spec, method):
+def test_discrete_planning(spec, method):
     parts = [torch.eye(n)[[1, 0, 1]] for n in spec.action.choices]
     code = torch.cat(parts, -1)
     planner = MPCPlanner(
@@ -235,7 +235,7 @@ def test_discrete_choices_are_found(spec, method):
     assert plan.memory.shape == (2, 3, spec.action.size)
 
 
-def test_exploring_draws_from_what_was_found():
+def test_exploration_samples_distribution():
     search = CategoricalSearch(ActionSpec("discrete", (), (2,)), 1)
     parameters = (torch.tensor([[[0.75, 0.25]]]).repeat(1000, 1, 1),)
     noise = torch.rand(1000, 1, generator=torch.Generator().manual_seed(0))
@@ -245,8 +245,8 @@ def test_exploring_draws_from_what_was_found():
     assert torch.equal(search.choose(parameters, first, noise, 0.0), torch.tensor([1.0, 0.0]).expand(1000, 2))
 
 
-def test_policy_sequences_compete_in_every_round():
-    """With two random samples only the policy's sequence is any good, and it is executed."""
+def test_policy_proposals_are_used():
+    """With two random samples only the policy's sequence is good, and it is executed."""
     code = torch.eye(3)[[2, 2, 2]]
     model = Lock(code)
     planner = MPCPlanner(
@@ -258,7 +258,7 @@ def test_policy_sequences_compete_in_every_round():
     assert plan.value.item() == 3.0 and plan.action.argmax().item() == 2
 
 
-def test_masked_parts_of_an_action_stay_zero():
+def test_masked_actions_stay_zero():
     spec = Spec("two", OBS, ActionSpec("continuous", (2,)))
 
     class Both(Chain):
@@ -274,7 +274,7 @@ def test_masked_parts_of_an_action_stay_zero():
     assert plan.action[0, 1] == 0.0 and plan.action[1, 1] != 0.0
 
 
-def test_a_trajectory_that_is_not_a_number_is_never_an_elite():
+def test_nan_trajectory_is_never_elite():
     class Broken(Chain):
         def value(self, latent, noise=None):
             return torch.where(latent[..., 0] > 0, float("nan"), latent[..., 0])
@@ -288,7 +288,7 @@ def test_a_trajectory_that_is_not_a_number_is_never_an_elite():
     assert plan.value.item() > -1e6
 
 
-def test_latents_may_be_dicts():
+def test_dict_latents():
     class Named(Chain):
         def next(self, latent, action, noise=None):
             return {"x": latent["x"] + action, "y": latent["y"]}
@@ -306,13 +306,13 @@ def test_latents_may_be_dicts():
     assert value.tolist() == [1 + 2 + 3] * 8
 
 
-def test_iterations_by_the_number_of_actions():
+def test_auto_iterations():
     few = MPCPlanner(spec=CONTINUOUS)
     many = MPCPlanner(spec=Spec("dog", OBS, ActionSpec("continuous", (38,))))
     assert (few.iterations, many.iterations) == (6, 8)
 
 
-def test_messages():
+def test_planner_error_messages():
     with pytest.raises(ConfigError, match="Did you mean 'mppi'"):
         MPCPlanner(spec=CONTINUOUS, method="mpp")
     with pytest.raises(ConfigError, match="must be fewer"):

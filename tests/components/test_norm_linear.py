@@ -8,7 +8,7 @@ from rl_lab.components.nn.symlog import symexp, symlog
 from rl_lab.errors import ConfigError
 
 
-def test_rms_norm_by_hand():
+def test_rms_norm():
     norm = RMSNorm(2)
     norm.weight.data = torch.tensor([1.0, 2.0])
     # mean of squares of (3, 4) is 12.5
@@ -16,14 +16,14 @@ def test_rms_norm_by_hand():
     assert torch.allclose(norm(torch.tensor([3.0, 4.0])), expected)
 
 
-def test_rms_norm_computes_in_float32_and_gives_back_the_input_type():
+def test_rms_norm_dtype():
     x = torch.full((4,), 300.0, dtype=torch.bfloat16)
     y = RMSNorm(4)(x)
     assert y.dtype == torch.bfloat16
     assert torch.allclose(y.float(), torch.ones(4), atol=1e-2)
 
 
-def test_initial_weights_have_the_right_spread_and_range():
+def test_truncated_normal_init():
     torch.manual_seed(0)
     weight = truncated_normal_(torch.empty(400, 100), fan_in=100)
     assert weight.std().item() == pytest.approx(0.1, rel=0.02)
@@ -40,7 +40,7 @@ def test_linear_scale_and_bias():
     assert torch.equal(wide.bias, torch.zeros(512))
 
 
-def test_block_linear_is_a_block_diagonal_product():
+def test_block_linear_is_block_diagonal():
     torch.manual_seed(0)
     layer = BlockLinear(6, 4, blocks=2)
     layer.bias.data.normal_()
@@ -49,13 +49,13 @@ def test_block_linear_is_a_block_diagonal_product():
     assert torch.allclose(layer(x), expected, atol=1e-6)
 
 
-def test_block_linear_initialises_with_the_full_fan_in():
+def test_block_linear_fan_in():
     torch.manual_seed(0)
     layer = BlockLinear(256, 1024, blocks=8)
     assert layer.weight.std().item() == pytest.approx(1 / math.sqrt(256), rel=0.02)
 
 
-def test_block_linear_refuses_widths_that_do_not_divide():
+def test_block_linear_rejects_indivisible_widths():
     with pytest.raises(ConfigError, match="blocks"):
         BlockLinear(10, 8, blocks=4)
 
@@ -67,7 +67,7 @@ def test_mlp_shapes_and_zero_output():
     assert len(mlp.linears) == len(mlp.norms) == 2
 
 
-def test_symlog_and_back():
+def test_symlog_round_trip():
     x = torch.tensor([-1e4, -1.0, 0.0, 0.5, 1e6])
     assert torch.allclose(symexp(symlog(x)), x, rtol=1e-4)
     assert symlog(torch.tensor(math.e - 1)).item() == pytest.approx(1.0)

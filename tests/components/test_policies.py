@@ -22,7 +22,7 @@ def test_action_encoder():
     assert ActionEncoder(CONTINUOUS)(torch.tensor([[0.5, -4.0]])).tolist() == [[0.5, -1.0]]
 
 
-def test_categorical_log_prob_and_entropy_against_torch():
+def test_categorical_policy_matches_torch():
     raw = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     action = torch.tensor([0, 1, 2, 0, 1])
     log_prob, entropy = make_policy(DISCRETE).log_prob_and_entropy(raw, action)
@@ -31,7 +31,7 @@ def test_categorical_log_prob_and_entropy_against_torch():
     assert torch.allclose(entropy, reference.entropy())
 
 
-def test_multi_discrete_sums_over_its_parts():
+def test_multi_discrete_sums_over_variables():
     raw = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     action = torch.tensor([[0, 2], [1, 0], [0, 1], [1, 1]])
     log_prob, entropy = make_policy(MULTI).log_prob_and_entropy(raw, action)
@@ -44,7 +44,7 @@ def test_multi_discrete_sums_over_its_parts():
     )
 
 
-def test_normal_policy_against_torch():
+def test_normal_policy_matches_torch():
     raw = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     mean, std = torch.tanh(raw[:, :2]), 0.9 * torch.sigmoid(raw[:, 2:] + 2.0) + 0.1
     reference = torch.distributions.Normal(mean, std)
@@ -57,14 +57,14 @@ def test_normal_policy_against_torch():
     assert torch.allclose(policy.sample(raw, noise), mean + std * noise)
 
 
-def test_unimix_keeps_every_action_possible():
+def test_unimix_gives_all_actions_probability():
     raw = torch.tensor([[50.0, -50.0, -50.0]])
     log_prob, _ = make_policy(DISCRETE, unimix=0.03).log_prob_and_entropy(raw, torch.tensor([1]))
     assert log_prob.exp().item() == pytest.approx(0.01, rel=1e-4)
 
 
 @pytest.mark.parametrize("action", KINDS, ids=lambda a: a.kind)
-def test_actor_gives_actions_as_stored(action):
+def test_actor_action_shapes(action):
     actor = DreamerActorController(spec=spec_of(action), features=6, units=8, layers=1)
     feature = torch.randn(7, 6)
     for mode in (ActMode(), ActMode(sample=False), ActMode(epsilon=1.0), ActMode(temperature=0.5)):
@@ -78,7 +78,7 @@ def test_actor_gives_actions_as_stored(action):
 
 
 @pytest.mark.parametrize("action", KINDS, ids=lambda a: a.kind)
-def test_actor_is_repeatable_with_a_generator(action):
+def test_actor_is_deterministic_with_generator(action):
     actor = DreamerActorController(spec=spec_of(action), features=6, units=8, layers=1)
     feature = torch.randn(7, 6)
     draws = [
@@ -87,7 +87,7 @@ def test_actor_is_repeatable_with_a_generator(action):
     assert torch.equal(*draws)
 
 
-def test_low_temperature_is_the_mode():
+def test_low_temperature_gives_mode():
     actor = DreamerActorController(spec=spec_of(DISCRETE), features=6, units=8, layers=1, out_scale=1.0)
     feature = torch.randn(50, 6)
     cold = actor.act(feature, ActMode(temperature=1e-4))
@@ -95,7 +95,7 @@ def test_low_temperature_is_the_mode():
 
 
 @pytest.mark.parametrize("action", KINDS, ids=lambda a: a.kind)
-def test_random_policy_covers_the_space(action):
+def test_random_policy_covers_space(action):
     policy = RandomPolicyController(spec=spec_of(action))
     mode = ActMode(generator=torch.Generator().manual_seed(0))
     actions = policy.act({"vector": torch.zeros(600, 4)}, mode)

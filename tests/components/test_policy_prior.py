@@ -1,4 +1,4 @@
-"""Policies of TD-MPC: ranges, entropy by hand, gradients, masks."""
+"""Policies of TD-MPC: ranges, entropies, gradients, masks."""
 
 import math
 
@@ -23,8 +23,8 @@ def fixed(policy, raw):
     return policy
 
 
-def test_normal_by_hand():
-    """Raw (m, 0): the log deviation is the middle of its range, −4; entropy as the docstring writes it."""
+def test_gaussian_prior():
+    """Raw output (m, 0): the log std is the middle of its range, −4; entropy as in the docstring."""
     policy = fixed(GaussianPrior(spec=CONTINUOUS, latent=4, units=8), [0.3, -0.2, 0.0, 0.0])
     latent, noise = torch.randn(1, 4), torch.tensor([[1.0, -2.0]])
     action, entropy = policy.explore(latent, noise)
@@ -37,7 +37,7 @@ def test_normal_by_hand():
     assert entropy.item() == pytest.approx(-(2 * gauss - correction), rel=1e-5)
 
 
-def test_masked_parts_neither_act_nor_count():
+def test_masked_dimensions():
     policy = fixed(GaussianPrior(spec=CONTINUOUS, latent=4, units=8), [0.3, 5.0, 0.0, 3.0])
     noise, mask = torch.tensor([[1.0, -2.0]]), torch.tensor([[1.0, 0.0]])
     action, entropy = policy.explore(torch.randn(1, 4), noise, mask=mask)
@@ -46,7 +46,7 @@ def test_masked_parts_neither_act_nor_count():
     assert entropy.item() == pytest.approx(-(gauss - math.log(1 - action[0, 0].item() ** 2 + 1e-6)), rel=1e-5)
 
 
-def test_entropy_grows_with_the_deviation():
+def test_entropy_grows_with_std():
     policy = GaussianPrior(spec=CONTINUOUS, latent=4, units=8)
     noise = torch.randn(2000, 2)
     entropies = []
@@ -56,19 +56,19 @@ def test_entropy_grows_with_the_deviation():
     assert entropies == sorted(entropies)
 
 
-def test_deterministic_noise_is_cut_off():
+def test_deterministic_noise_is_clipped():
     policy = fixed(DeterministicPrior(spec=CONTINUOUS, latent=4, units=8, std=0.1), [0.5, 3.0])
     action = policy.sample(torch.zeros(1, 4), torch.tensor([[9.0, 9.0]]))
     assert action[0, 0].item() == pytest.approx(math.tanh(0.5) + 0.3)
     assert action[0, 1].item() == 1.0
     action.sum().backward()
-    assert (policy.mlp.layers[-1].bias.grad.abs() > 0).all()  # also where the limit is reached
+    assert (policy.mlp.layers[-1].bias.grad.abs() > 0).all()  # also where the action is clipped
     _, entropy = policy.explore(torch.zeros(3, 4), torch.randn(3, 2))
     assert torch.equal(entropy, torch.zeros(3))
 
 
 @pytest.mark.parametrize("spec", [DISCRETE, MULTI], ids=lambda s: s.action.kind)
-def test_choices_are_one_hot_and_carry_a_gradient(spec):
+def test_categorical_prior(spec):
     policy = CategoricalPrior(spec=spec, latent=4, units=8)
     noise = torch.rand(6, len(spec.action.choices))
     action, entropy = policy.explore(torch.randn(6, 4), noise)
@@ -94,7 +94,7 @@ def test_categorical_frequencies():
     assert torch.allclose(action.mean(0), torch.tensor([0.2, 0.5, 0.3]), atol=0.03)
 
 
-def test_the_wrong_kind_of_action_is_said():
+def test_wrong_action_kind():
     with pytest.raises(ConfigError, match="tdmpc_categorical_policy"):
         GaussianPrior(spec=DISCRETE, latent=4, units=8)
     with pytest.raises(ConfigError, match="continuous"):

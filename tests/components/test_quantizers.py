@@ -1,4 +1,4 @@
-"""Quantizers: a learned codebook, an averaged one with revival, and one without a codebook."""
+"""Quantizers: a learned codebook, an averaged codebook with revival, and FSQ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def quantizer(request: pytest.FixtureRequest):
     return QUANTIZERS[request.param]()
 
 
-def test_tokens_and_vectors_belong_together(quantizer):
+def test_tokens_match_vectors(quantizer):
     vectors = torch.randn(50, 3, requires_grad=True)
     found = quantizer(vectors)
     assert found.tokens.dtype == torch.int64 and int(found.tokens.max()) < quantizer.vocab
@@ -32,7 +32,7 @@ def test_tokens_and_vectors_belong_together(quantizer):
     assert vectors.grad is not None and vectors.grad.abs().sum() > 0  # straight through
 
 
-def test_vector_quantizer_takes_the_nearest_and_trains_both_sides():
+def test_vector_quantizer():
     quantizer = VectorQuantizer(vocab=2, dim=2, commitment=0.5)
     quantizer.codes.weight.data = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     vectors = torch.tensor([[0.2, 0.0], [0.9, 1.0]], requires_grad=True)
@@ -48,7 +48,7 @@ def test_vector_quantizer_takes_the_nearest_and_trains_both_sides():
     )
 
 
-def test_averaged_codes_move_to_what_chose_them():
+def test_ema_codes_follow_vectors():
     torch.manual_seed(0)
     quantizer = EMAQuantizer(vocab=2, dim=2, code_rate=0.9, usage_rate=0.5)
     quantizer.table.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
@@ -65,13 +65,13 @@ def test_averaged_codes_move_to_what_chose_them():
 
 
 def collapse(quantizer: EMAQuantizer, updates: int, codes: int = 1) -> None:
-    """All vectors choose one of few codes."""
+    """All vectors are assigned to a few codes."""
     tokens, mask = torch.arange(64) % codes, torch.ones(64, dtype=torch.bool)
     for _ in range(updates):
         quantizer.learn(quantizer.table[tokens], tokens, mask, torch.rand(quantizer.vocab))
 
 
-def test_codes_that_nobody_chooses_are_revived():
+def test_dead_codes_are_revived():
     torch.manual_seed(0)
     vocab = 64
     quantizer = EMAQuantizer(vocab=vocab, dim=4, usage_rate=0.5, revive_updates=1000)
@@ -84,7 +84,7 @@ def test_codes_that_nobody_chooses_are_revived():
     )
 
 
-def test_revival_ends_unless_nearly_all_is_one_code():
+def test_revival_ends():
     torch.manual_seed(0)
     quantizer = EMAQuantizer(vocab=64, dim=4, usage_rate=0.5, revive_updates=0)
     before = quantizer.table[4:].clone()
@@ -92,12 +92,12 @@ def test_revival_ends_unless_nearly_all_is_one_code():
     assert 1.0 < float(entropy_bits(quantizer.usage)) < 4.0
     assert float(quantizer.usage[4:].max()) < 0.1 / 64
     torch.testing.assert_close(quantizer.table[4:], before)
-    collapse(quantizer, 12)  # below one bit it is always allowed
+    collapse(quantizer, 12)  # below one bit revival is always allowed
     assert float(entropy_bits(quantizer.usage)) < 1.0
     assert not torch.allclose(quantizer.table[4:], before)
 
 
-def test_revived_codes_come_from_real_vectors_only():
+def test_revival_ignores_masked_vectors():
     torch.manual_seed(0)
     quantizer = EMAQuantizer(vocab=16, dim=2, usage_rate=0.0, revive_updates=10)
     vectors = torch.tensor([[0.0, 1.0]] * 5 + [[1.0, 0.0]] * 3)
@@ -106,7 +106,7 @@ def test_revived_codes_come_from_real_vectors_only():
     torch.testing.assert_close(quantizer.table[1:], torch.tensor([[1.0, 0.0]]).expand(15, 2))
 
 
-def test_fsq_reaches_every_code_and_names_them_one_to_one():
+def test_fsq_codes_are_one_to_one():
     quantizer = FSQ(levels=(4, 3, 5))
     tokens = torch.arange(quantizer.vocab)
     codes = quantizer.embed(tokens)

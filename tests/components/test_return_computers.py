@@ -1,4 +1,4 @@
-"""The three return computers, each against hand-worked numbers and a slow loop."""
+"""The three return computers, compared with values computed by hand and with a loop."""
 
 import pytest
 import torch
@@ -18,30 +18,30 @@ CONT = one(1.0, 0.5, 0.5, 0.5)
 VALUE = one(10.0, 20.0, 30.0, 40.0)
 
 
-def test_lambda_return_by_hand():
+def test_lambda_returns():
     # R[2] = 3 + 0.5·40 = 23;  R[1] = 2 + 0.5·(0.2·30 + 0.8·23) = 14.2;  R[0] = 1 + 0.5·(0.2·20 + 0.8·14.2) = 8.68
     assert torch.allclose(TDLambdaReturns(lam=0.8)(REWARD, CONT, VALUE), one(8.68, 14.2, 23.0))
 
 
-def test_n_step_by_hand():
-    # Two steps: R[0] = 1 + 0.5·(2 + 0.5·30) = 9.5;  R[1] = 2 + 0.5·(3 + 0.5·40) = 13.5;  R[2] is cut to one step
+def test_n_step_returns():
+    # Two steps: R[0] = 1 + 0.5·(2 + 0.5·30) = 9.5;  R[1] = 2 + 0.5·(3 + 0.5·40) = 13.5;  R[2] has only one step
     assert torch.allclose(NStepReturns(steps=2)(REWARD, CONT, VALUE), one(9.5, 13.5, 23.0))
     assert torch.allclose(NStepReturns(steps=1)(REWARD, CONT, VALUE), one(11.0, 17.0, 23.0))
 
 
-def test_discounted_by_hand():
+def test_discounted_returns():
     # R[2] = 3 + 0.5·40 = 23;  R[1] = 2 + 0.5·23 = 13.5;  R[0] = 1 + 0.5·13.5 = 7.75
     assert torch.allclose(DiscountedReturns()(REWARD, CONT, VALUE), one(7.75, 13.5, 23.0))
     # Without bootstrap: 3;  2 + 1.5 = 3.5;  1 + 1.75 = 2.75
     assert torch.allclose(DiscountedReturns(bootstrap=False)(REWARD, CONT, VALUE), one(2.75, 3.5, 3.0))
 
 
-def test_termination_and_truncation_by_hand():
+def test_termination_and_truncation():
     last = torch.tensor([[False, False, True, False]])
     # State 2 ends its episode; the row after it belongs to another one.
-    ended = one(1.0, 0.5, 0.0, 0.5)  # terminated: nothing counts after it
+    ended = one(1.0, 0.5, 0.0, 0.5)  # terminated: no reward after it
     assert TDLambdaReturns(lam=0.8)(REWARD, ended, VALUE, last=last)[0, 1].item() == pytest.approx(2.0)
-    # Cut off by a time limit: its value counts fully, not the next episode's return. R[1] = 2 + 0.5·30 = 17
+    # Truncated by a time limit: its value counts fully, not the next episode's return. R[1] = 2 + 0.5·30 = 17
     assert TDLambdaReturns(lam=0.8)(REWARD, CONT, VALUE, last=last)[0, 1].item() == pytest.approx(17.0)
     assert NStepReturns(steps=3)(REWARD, CONT, VALUE, last=last)[0, 1].item() == pytest.approx(17.0)
     assert DiscountedReturns()(REWARD, CONT, VALUE, last=last)[0, 1].item() == pytest.approx(17.0)
@@ -83,7 +83,7 @@ def slow_n_step(reward, cont, value, last, n):
         (DiscountedReturns(), lambda *a: slow_n_step(*a, 50)),
     ],
 )
-def test_against_a_slow_loop(computer, slow):
+def test_returns_match_loop(computer, slow):
     generator = torch.Generator().manual_seed(0)
     reward, value = torch.randn(2, 5, 9, generator=generator).double()
     last = torch.rand(5, 9, generator=generator) < 0.2

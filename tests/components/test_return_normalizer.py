@@ -5,7 +5,7 @@ from rl_lab.components.controllers.dreamer import DreamerCriticController
 from rl_lab.components.nn.moving_averages import ReturnNormalizer, SlowCopy
 
 
-def test_percentiles_move_slowly_from_zero_by_hand():
+def test_percentile_averages():
     normalizer = ReturnNormalizer(rate=0.1)
     returns = torch.arange(101.0).reshape(1, 101)  # 5th percentile 5, 95th 95
     scale = normalizer.update(returns)
@@ -15,11 +15,11 @@ def test_percentiles_move_slowly_from_zero_by_hand():
     assert scale.item() == pytest.approx(9.0 * 0.9 + 90.0 * 0.1)
 
 
-def test_small_returns_are_not_blown_up():
+def test_small_returns_are_not_scaled_up():
     assert ReturnNormalizer(rate=1.0).update(torch.linspace(0, 0.1, 50)).item() == 1.0
 
 
-def test_non_finite_returns_leave_the_range_alone():
+def test_non_finite_returns_are_ignored():
     normalizer = ReturnNormalizer(rate=0.5)
     normalizer.update(torch.arange(101.0))
     before = (normalizer.low.clone(), normalizer.high.clone())
@@ -28,7 +28,7 @@ def test_non_finite_returns_leave_the_range_alone():
     assert torch.equal(normalizer.high, before[1])
 
 
-def test_range_is_part_of_the_state():
+def test_range_is_in_state_dict():
     normalizer = ReturnNormalizer()
     normalizer.update(torch.arange(101.0))
     other = ReturnNormalizer()
@@ -36,7 +36,7 @@ def test_range_is_part_of_the_state():
     assert torch.equal(other.scale(), normalizer.scale())
 
 
-def test_slow_copy_averages_and_is_never_trained():
+def test_slow_copy():
     net = torch.nn.Linear(2, 1)
     slow = SlowCopy(net)
     assert list(slow.parameters()) == []
@@ -49,7 +49,7 @@ def test_slow_copy_averages_and_is_never_trained():
     assert torch.allclose(slow.network.weight, start + 0.25)
 
 
-def test_critic_starts_equal_to_its_slow_copy_and_at_zero():
+def test_initial_critic():
     critic = DreamerCriticController(features=5, units=8, layers=2, bins=41)
     feature = torch.randn(3, 4, 5)
     assert torch.equal(critic.value(feature), torch.zeros(3, 4))

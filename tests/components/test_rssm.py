@@ -26,7 +26,7 @@ def inputs():
     }
 
 
-def test_sequence_equals_steps_and_shapes(rssm, inputs):
+def test_sequence_matches_steps(rssm, inputs):
     inputs["is_first"][1, 3] = True
     start = {"deter": torch.randn(B, 8), "stoch": rssm.initial_state(B)["stoch"]}
     states, log_probs = rssm.observe_sequence(start, **inputs)
@@ -40,8 +40,8 @@ def test_sequence_equals_steps_and_shapes(rssm, inputs):
         assert torch.allclose(log_probs_t, log_probs[:, t], atol=1e-6)
 
 
-def test_one_step_is_what_the_paper_draws(rssm, inputs):
-    """Memory from (deter, stoch, action); posterior from (memory, embedding) side by side, prior from memory."""
+def test_step_matches_paper(rssm, inputs):
+    """deter from (deter, stoch, action); posterior from (deter, embedding), prior from deter."""
     start = {
         "deter": torch.randn(B, 8),
         "stoch": torch.nn.functional.one_hot(torch.randint(C, (B, S)), C).float(),
@@ -63,10 +63,10 @@ def test_one_step_is_what_the_paper_draws(rssm, inputs):
     assert torch.allclose(rssm.prior(deter), prior, atol=1e-6)
 
 
-def test_is_first_forgets_memory_and_previous_action(rssm, inputs):
+def test_is_first_resets_state_and_action(rssm, inputs):
     inputs["is_first"][:, 2] = True
     reference, _ = rssm.observe_sequence(rssm.initial_state(B), **inputs)
-    # Another past, and another action into the reset row: from there on nothing differs.
+    # A different past and previous action do not change anything from the reset row on.
     changed = {key: value.clone() for key, value in inputs.items()}
     changed["embed"][:, :2] += 1.0
     changed["action"][:, :3] = (changed["action"][:, :3] + 1) % 3
@@ -75,14 +75,14 @@ def test_is_first_forgets_memory_and_previous_action(rssm, inputs):
     assert torch.equal(other["deter"][:, 2:], reference["deter"][:, 2:])
     assert torch.equal(other["stoch"][:, 2:], reference["stoch"][:, 2:])
     assert not torch.allclose(other["deter"][:, 1], reference["deter"][:, 1])
-    # And the reset row is an episode's first: zeros, no action at all (not "action 0").
+    # The reset row starts from a zero state and a zero action vector (not "action 0").
     fresh = rssm.gru(
         torch.zeros(B, 8), rssm.stoch_in(torch.zeros(B, S * C)), rssm.action_in(torch.zeros(B, 3))
     )
     assert torch.allclose(reference["deter"][:, 2], fresh, atol=1e-6)
 
 
-def test_reset_acts_on_its_own_row_and_not_one_early(rssm, inputs):
+def test_reset_does_not_affect_previous_row(rssm, inputs):
     plain, _ = rssm.observe_sequence(rssm.initial_state(B), **inputs)
     inputs["is_first"][0, 3] = True
     reset, _ = rssm.observe_sequence(rssm.initial_state(B), **inputs)
@@ -96,17 +96,19 @@ def test_gradients_flow_through_time(rssm, inputs):
     states, _ = rssm.observe_sequence(rssm.initial_state(B), **inputs)
     states["deter"][:, -1].sum().backward()
     assert (inputs["embed"].grad[:, 0].abs().sum() > 0).item()
-    assert inputs["embed"].grad[:, -1].abs().sum() == 0  # the last observation cannot reach the last memory
+    assert (
+        inputs["embed"].grad[:, -1].abs().sum() == 0
+    )  # the last deter does not depend on the last observation
 
 
-def test_state_is_one_hot(rssm, inputs):
+def test_stoch_is_one_hot(rssm, inputs):
     states, _ = rssm.observe_sequence(rssm.initial_state(B), **inputs)
     assert torch.equal(states["stoch"].sum(-1), torch.ones(B, T, S))
     assert rssm.feature(states).shape == (B, T, 8 + S * C) == (B, T, rssm.features)
 
 
-def test_an_action_that_enters_as_it_is_keeps_its_size():
-    """A normed layer whose bias is still 0 sees where an action points to, not how far."""
+def test_zero_action_layers_keep_action_size():
+    """A normed layer with zero bias depends on the direction of an action only, not on its size."""
     continuous = Spec("test", SPEC.observations, ActionSpec("continuous", (2,), (), (-1.0, -1.0), (1.0, 1.0)))
     action, noise = torch.tensor([[0.2, -0.4], [0.4, -0.8]]), torch.rand(1, S).expand(2, S)
     memory, changes = torch.rand(1, 8).expand(2, 8), []
@@ -128,6 +130,6 @@ def test_an_action_that_enters_as_it_is_keeps_its_size():
     assert changes[1] > 10 * changes[0], changes
 
 
-def test_embedding_width_follows_the_dict_encoder():
+def test_default_embed_dim():
     made = RSSM(spec=SPEC, deter=8, hidden=6, stoch=S, classes=C, blocks=2, units=11, depth=2)
     assert made.embed_dim == 11

@@ -1,4 +1,4 @@
-"""SimNorm and the layers around it, worked by hand."""
+"""SimNorm and normed layers, compared with values computed by hand."""
 
 import math
 
@@ -10,28 +10,28 @@ from rl_lab.components.nn.normed_mlp import NormedMLP, SimNorm, parse_layer, sim
 from rl_lab.errors import ConfigError
 
 
-def test_by_hand():
-    """Groups of two: (0, ln 3) becomes (1/4, 3/4), equal numbers become halves."""
+def test_simnorm_values():
+    """Groups of two: (0, ln 3) becomes (1/4, 3/4), equal values become ½."""
     x = torch.tensor([0.0, math.log(3.0), 5.0, 5.0])
     assert torch.allclose(simnorm(x, 2), torch.tensor([0.25, 0.75, 0.5, 0.5]))
 
 
-def test_groups_are_of_neighbours_and_sum_to_one():
+def test_groups_sum_to_one():
     x = torch.randn(3, 5, 16)
     y = SimNorm(8)(x)
     assert y.shape == x.shape
     assert torch.allclose(y.unflatten(-1, (2, 8)).sum(-1), torch.ones(3, 5, 2))
     moved = x.clone()
-    moved[..., 8:] += 3.0  # the same for a whole group: nothing changes
+    moved[..., 8:] += 3.0  # a constant added to a group changes nothing
     assert torch.allclose(SimNorm(8)(moved), y, atol=1e-6)
 
 
-def test_a_latent_that_does_not_divide_is_refused():
+def test_indivisible_latent():
     with pytest.raises(ConfigError, match="groups of 8"):
         NormedMLP([4], 8, 12, out="norm+simnorm")
 
 
-def test_mlp_is_linear_norm_mish_and_a_plain_end():
+def test_normed_mlp_layers():
     mlp = NormedMLP([3, 2], 4, 5)
     a, b = torch.randn(6, 3), torch.randn(6, 2)
     x = torch.cat([a, b], 1)
@@ -44,7 +44,7 @@ def test_mlp_is_linear_norm_mish_and_a_plain_end():
     assert torch.allclose(mlp(a.view(2, 3, 3), b.view(2, 3, 2)).flatten(0, 1), mlp(a, b))
 
 
-def test_weights_start_small_biases_at_zero():
+def test_initial_weights():
     torch.manual_seed(0)
     mlp = NormedMLP([64], 64, 8, zero=True)
     assert mlp.layers[0].weight0.std().item() == pytest.approx(0.02, rel=0.1)
@@ -54,7 +54,7 @@ def test_weights_start_small_biases_at_zero():
     assert torch.allclose(orthogonal.weight0.t() @ orthogonal.weight0, torch.eye(8), atol=1e-5)
 
 
-def test_words_for_layers():
+def test_parse_layer():
     assert parse_layer("norm+mish") == (True, "mish")
     assert parse_layer("elu") == (False, "elu")
     with pytest.raises(ConfigError, match="norm\\+mish"):

@@ -1,4 +1,4 @@
-"""Two-hot regression in symlog space, worked by hand."""
+"""Two-hot regression in symlog space, compared with values computed by hand."""
 
 import math
 
@@ -10,8 +10,8 @@ from rl_lab.components.nn.two_hot import SquaredError, SymlogTwoHot, make_regres
 from rl_lab.errors import ConfigError
 
 
-def test_by_hand():
-    """Five bins at -2 … 2 in symlog space. symlog(e^0.25 − 1) = 0.25: three quarters on bin 0, one on bin 1."""
+def test_symlog_two_hot_encoding():
+    """Five bins at -2 … 2 in symlog space. symlog(e^0.25 − 1) = 0.25: ¾ on bin 0, ¼ on bin 1."""
     code = SymlogTwoHot(5, limit=2.0)
     target = torch.tensor([math.exp(0.25) - 1.0, 0.0, -(math.exp(1.5) - 1.0), 1e9, -1e9])
     expected = torch.tensor(
@@ -19,22 +19,22 @@ def test_by_hand():
             [0.0, 0.0, 0.75, 0.25, 0.0],
             [0.0, 0.0, 1.0, 0.0, 0.0],
             [0.5, 0.5, 0.0, 0.0, 0.0],
-            [0.0, 0.0, 0.0, 0.0, 1.0],  # beyond the end: the last bin, not the first one too
+            [0.0, 0.0, 0.0, 0.0, 1.0],  # clipped to the last bin
             [1.0, 0.0, 0.0, 0.0, 0.0],
         ]
     )
     assert torch.allclose(code.encode(target), expected, atol=1e-6)
 
 
-def test_mean_is_taken_in_symlog_space():
+def test_mean_in_symlog_space():
     """Half on bin 0, half on bin 2: symexp(1) = e − 1, not the mean of 0 and e² − 1."""
     code = SymlogTwoHot(5, limit=2.0)
     logits = torch.tensor([-1e9, -1e9, 0.0, -1e9, 0.0])
     assert code.mean(logits).item() == pytest.approx(math.e - 1.0, rel=1e-5)
 
 
-def test_loss_by_hand():
-    """Equal logits cost ln 5 whatever the target; a quarter and three quarters as certain logits say, by hand."""
+def test_symlog_two_hot_loss():
+    """Equal logits give ln 5 for any target; other logits are computed by hand."""
     code = SymlogTwoHot(5, limit=2.0)
     target = torch.tensor([0.3, -4.0])
     assert torch.allclose(code.loss(torch.zeros(2, 5), target), torch.full((2,), math.log(5.0)))
@@ -45,7 +45,7 @@ def test_loss_by_hand():
 
 
 def test_published_bins():
-    """101 bins over ±10: 0.2 apart, and numbers up to 22,025."""
+    """101 bins over ±10: 0.2 apart, for values up to 22,025."""
     code = SymlogTwoHot()
     assert code.centers[51].item() == pytest.approx(0.2)
     assert symexp(code.centers[-1]).item() == pytest.approx(math.exp(10.0) - 1.0)
@@ -55,7 +55,7 @@ def test_published_bins():
     assert ((code.encode(values) > 0).sum(-1) <= 2).all()
 
 
-def test_gradient_is_that_of_cross_entropy():
+def test_gradient_of_cross_entropy():
     code = SymlogTwoHot(11, limit=3.0)
     logits = torch.randn(4, 11, requires_grad=True)
     target = torch.randn(4)
@@ -64,7 +64,7 @@ def test_gradient_is_that_of_cross_entropy():
     assert torch.allclose(logits.grad, expected, atol=1e-6)
 
 
-def test_plain_numbers():
+def test_squared_error():
     code = make_regression(0, 10.0)
     assert isinstance(code, SquaredError) and code.width == 1
     assert torch.equal(code.mean(torch.tensor([[2.0]])), torch.tensor([2.0]))
@@ -74,6 +74,6 @@ def test_plain_numbers():
     assert isinstance(make_regression(101, 10.0), SymlogTwoHot)
 
 
-def test_one_bin_is_no_code():
-    with pytest.raises(ConfigError, match="2 bins"):
+def test_too_few_bins():
+    with pytest.raises(ConfigError, match="at least 2"):
         SymlogTwoHot(1)

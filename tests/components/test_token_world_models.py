@@ -1,4 +1,4 @@
-"""How tokens, actions and heads line up, on sequences that count; and dreaming token by token equals reading at once."""
+"""Alignment of tokens, actions and heads on counting sequences; rollouts match complete sequences."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from rl_lab.components.dynamics.sequence_backbone import GRUBackbone
+from rl_lab.components.dynamics.backbones import GRUBackbone
 from rl_lab.components.dynamics.token_world_model import DeltaTokenModel, FrameTokenModel
 from rl_lab.components.nn.transformer import Transformer
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
 
 SIDE, TOKENS, BLOCKS, VOCAB = 16, 4, 5, 64
-SPEC = Spec("pictures", {"image": ArraySpec((3, SIDE, SIDE), "uint8")}, ActionSpec("discrete", (), (3,)))
+SPEC = Spec("images", {"image": ArraySpec((3, SIDE, SIDE), "uint8")}, ActionSpec("discrete", (), (3,)))
 BACKBONES = {"transformer": partial(Transformer, layers=2, heads=2), "gru": GRUBackbone}
 
 
 class CountingTokenizer:
-    """A frame's first pixel n becomes the tokens 4n, 4n+1, 4n+2, 4n+3: the sequence of tokens counts."""
+    """A frame whose first pixel is n has the tokens 4n, 4n+1, 4n+2, 4n+3, so that tokens count upwards."""
 
     key, num_tokens, vocab = "image", TOKENS, VOCAB
 
@@ -28,13 +28,13 @@ class CountingTokenizer:
         first = (frame[:, 0, 0, 0] * 255).round().long()
         return first[:, None] * TOKENS + torch.arange(TOKENS)
 
-    def decode(self, tokens, previous=None, action=None, looked=None):
+    def decode(self, tokens, previous=None, action=None, features=None):
         value = (tokens[:, 0] // TOKENS).float() / 255
         return value.view(-1, 1, 1, 1).expand(-1, 3, SIDE, SIDE)
 
 
 def counting_batch(rows: int, mask: torch.Tensor | None = None) -> Batch:
-    """Frame t shows t; the reward that arrives with it is alternately 1 and -1; the last row is the end."""
+    """Frame t shows t; its reward is alternately 1 and -1; the last row terminates."""
     steps = torch.arange(rows)
     image = steps.to(torch.uint8).view(1, rows, 1, 1, 1).expand(2, rows, 3, SIDE, SIDE)
     no = torch.zeros(2, rows, dtype=torch.bool)
@@ -52,7 +52,7 @@ def counting_batch(rows: int, mask: torch.Tensor | None = None) -> Batch:
 
 
 class Recorder(nn.Module):
-    """A head that keeps what it was given and is always wrong alike."""
+    """A head that records its input and returns constant logits."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Recorder(nn.Module):
 
 
 class Marker(nn.Module):
-    """A backbone that gives back which place of the sequence each result belongs to."""
+    """A backbone that returns the position of each token."""
 
     dim, seeds, max_length = 1, 0, None
 
@@ -77,7 +77,7 @@ class Marker(nn.Module):
 
 
 def marked(model) -> dict[str, torch.Tensor]:
-    """Train once on the counting sequence with recording heads: which places each head read, and what it was to say."""
+    """Compute the loss on the counting sequence: positions that each head reads, and its targets."""
     model.token_head, model.reward_head, model.end_head = Recorder(VOCAB), Recorder(3), Recorder(2)
     seen: dict[str, torch.Tensor] = {}
     original = model.losses
@@ -111,13 +111,13 @@ def delta_model(backbone=BACKBONES["transformer"]) -> DeltaTokenModel:
     )
 
 
-def test_in_a_frame_model_every_place_says_the_next_token():
+def test_frame_model_targets():
     seen = marked(frame_model(Marker))
     block = TOKENS + 1
     for place, token in zip(seen["places"].tolist(), seen["tokens"].tolist()):
         step, inside = divmod(place, block)
         if inside < TOKENS:
-            assert inside < TOKENS - 1  # the last token of a frame says nothing: the action comes next
+            assert inside < TOKENS - 1  # the last token of a frame predicts nothing: the action is next
             assert token == step * TOKENS + inside + 1
         else:
             assert token == (step + 1) * TOKENS  # at the action: the next frame's first
@@ -126,10 +126,10 @@ def test_in_a_frame_model_every_place_says_the_next_token():
     assert seen["reward"].tolist() == [-1.0, 1.0, -1.0, 1.0, -1.0]  # of the row that follows
     assert seen["end"].tolist() == [False] * (BLOCKS - 1) + [True]
     assert seen["mask"][1].tolist() == [True, True, False, False, False]
-    assert seen["token_mask"][1].sum() == 3 * (TOKENS - 1) + 2  # three real frames, two steps between them
+    assert seen["token_mask"][1].sum() == 3 * (TOKENS - 1) + 2  # three valid frames, two steps between them
 
 
-def test_in_a_delta_model_the_action_and_each_change_say_the_next_change():
+def test_delta_model_targets():
     seen = marked(delta_model(Marker))
     block = TOKENS + 2
     for place, token in zip(seen["places"].tolist(), seen["tokens"].tolist()):
@@ -145,7 +145,7 @@ def test_in_a_delta_model_the_action_and_each_change_say_the_next_change():
 
 @torch.no_grad()
 @pytest.mark.parametrize("backbone", sorted(BACKBONES))
-def test_a_frame_models_dream_equals_reading_it_at_once(backbone):
+def test_frame_model_rollout_matches_sequence(backbone):
     model, tokenizer = frame_model(BACKBONES[backbone]), CountingTokenizer()
     frames = to_frames(counting_batch(1))
     drawn, logits, actions = [tokenizer.encode(frames[:, 0])], [], []
@@ -168,14 +168,14 @@ def test_a_frame_models_dream_equals_reading_it_at_once(backbone):
     tokens, action = torch.stack(drawn, 1), torch.stack([*actions, actions[0]], 1)
     hidden = model.read(model.embed(tokens, action), None)  # (2, BLOCKS, K + 1, dim)
     at_action, inside = hidden[:, :-1, TOKENS:], hidden[:, 1:, : TOKENS - 1]
-    whole = model.token_head(torch.cat([at_action, inside], 2).flatten(1, 2))
-    torch.testing.assert_close(stepped, whole, atol=1e-5, rtol=1e-4)
+    full = model.token_head(torch.cat([at_action, inside], 2).flatten(1, 2))
+    torch.testing.assert_close(stepped, full, atol=1e-5, rtol=1e-4)
     assert model.full(model.step(tokenizer, state, actions[0], noise[:, -1])[0]).all()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("backbone", sorted(BACKBONES))
-def test_a_delta_models_dream_equals_reading_it_at_once(backbone):
+def test_delta_model_rollout_matches_sequence(backbone):
     model, tokenizer = delta_model(BACKBONES[backbone]), CountingTokenizer()
     rows = counting_batch(3)
     frames, past = to_frames(rows), rows.action
@@ -195,7 +195,7 @@ def test_a_delta_models_dream_equals_reading_it_at_once(backbone):
         shown.append(state["frame"])
     model.token_head.forward = head
     before = [tokenizer.encode(frames[:, 1]), tokenizer.encode(frames[:, 2])]
-    images = model.see(torch.stack(shown[:4], 1).flatten(0, 1)).unflatten(0, (2, 4))
+    images = model.encode_frames(torch.stack(shown[:4], 1).flatten(0, 1)).unflatten(0, (2, 4))
     blocks = model.embed(images, torch.stack(actions, 1), torch.stack([*before, *changes], 1))
     hidden = model.read(blocks, None)[:, 2:, 1 : 1 + TOKENS]
     torch.testing.assert_close(
@@ -207,7 +207,7 @@ def to_frames(batch: Batch) -> torch.Tensor:
     return batch.obs["image"].float() / 255
 
 
-def test_a_model_learns_to_count():
+def test_model_learns_to_count():
     model = frame_model()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     batch = counting_batch(BLOCKS + 1)
@@ -223,7 +223,7 @@ def test_a_model_learns_to_count():
     assert float(loss.loss_total) < 1.0
 
 
-def test_unknown_rewards_and_weights_are_named():
+def test_world_model_error_messages():
     with pytest.raises(ConfigError, match="'tow_hot'"):
         FrameTokenModel(SPEC, Marker, dim=8, tokens=4, vocab=8, blocks=2, reward="tow_hot")
     with pytest.raises(ConfigError, match="'token'"):

@@ -1,4 +1,4 @@
-"""Tokenizers of frames and of changes, and how wrong a picture is."""
+"""Tokenizers of frames and of changes, and reconstruction losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_lab.components.nn.losses import (
     weighted_losses,
 )
 from rl_lab.components.nn.quantizers import EMAQuantizer, VectorQuantizer
-from rl_lab.components.nn.residual_conv import PictureNorm, ResidualConv
+from rl_lab.components.nn.residual_conv import ImageNorm, ResidualConv
 from rl_lab.components.representation_learners.delta_tokenizer import DeltaTokenizer
 from rl_lab.components.representation_learners.tokenizer import (
     FrameTokenizer,
@@ -28,7 +28,7 @@ from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
 
 SIDE = 16
-SPEC = Spec("pictures", {"image": ArraySpec((3, SIDE, SIDE), "uint8")}, ActionSpec("discrete", (), (3,)))
+SPEC = Spec("images", {"image": ArraySpec((3, SIDE, SIDE), "uint8")}, ActionSpec("discrete", (), (3,)))
 
 
 def make(kind: str):
@@ -51,7 +51,7 @@ def batch_of(rows: int = 3) -> Batch:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "tokens"), [("frame", 16), ("delta", 4)])
-def test_frames_become_tokens_and_pictures_again(kind: str, tokens: int):
+def test_encode_and_decode(kind: str, tokens: int):
     tokenizer = make(kind)
     frames = torch.rand(5, 2, 3, SIDE, SIDE)
     action = torch.tensor([0, 1, 2, 0, 1])
@@ -60,7 +60,7 @@ def test_frames_become_tokens_and_pictures_again(kind: str, tokens: int):
     assert found.dtype == torch.int64 and int(found.max()) < tokenizer.vocab
     shown = tokenizer.decode(found, frames[:, 0], action)
     assert shown.shape == (5, 3, SIDE, SIDE)
-    early = tokenizer.look(frames[:, 0])
+    early = tokenizer.frame_features(frames[:, 0])
     assert torch.equal(tokenizer.decode(found, frames[:, 0], action, early), shown)
     assert float(shown.min()) >= 0.0 and float(shown.max()) <= 1.0
     seen = tokenizer.policy_view(frames[:, 1])
@@ -70,10 +70,10 @@ def test_frames_become_tokens_and_pictures_again(kind: str, tokens: int):
         other = tokenizer.decode(found, frames[:, 0], (action + 1) % 3)
         assert not torch.equal(shown, other)  # the action matters
     else:
-        torch.testing.assert_close(seen, shown)  # the policy is shown what the world model could have dreamed
+        torch.testing.assert_close(seen, shown)  # the policy gets reconstructions
 
 
-def test_only_a_training_step_moves_an_averaged_codebook():
+def test_codebook_changes_in_training_only():
     tokenizer, batch = make("delta"), batch_of()
     before = tokenizer.quantizer.table.clone()
     tokenizer.compute_loss(batch, torch.rand(16), learn=False)
@@ -84,7 +84,7 @@ def test_only_a_training_step_moves_an_averaged_codebook():
 
 
 @pytest.mark.parametrize("kind", ["frame", "delta"])
-def test_a_tokenizer_learns_a_few_pictures(kind: str):
+def test_tokenizer_learns_images(kind: str):
     tokenizer, batch = make(kind), batch_of()
     batch.columns["obs/image"] = batch.obs["image"] = (batch.obs["image"][..., :1, :1] // 2).expand(
         2, 3, 3, SIDE, SIDE
@@ -101,7 +101,7 @@ def test_a_tokenizer_learns_a_few_pictures(kind: str):
     assert errors[-1] < 0.3 * errors[0]
 
 
-def test_losses_of_pictures():
+def test_reconstruction_losses():
     target = torch.zeros(2, 3, 4, 4)
     shown = target.clone()
     shown[0, 1, 2, 3] = 0.5
@@ -115,7 +115,7 @@ def test_losses_of_pictures():
     assert all(float(value) == 0.0 for value in masked.values())
 
 
-def test_features_compare_pictures_and_are_not_saved(tmp_path):
+def test_perceptual_loss(tmp_path):
     loss = Perceptual(width=2)
     target = torch.rand(3, 3, 32, 32)
     assert float(loss(target, target).abs().max()) == 0.0
@@ -125,7 +125,7 @@ def test_features_compare_pictures_and_are_not_saved(tmp_path):
     value.sum().backward()
     assert shown.grad is not None and float(shown.grad.abs().sum()) > 0
     assert not list(loss.parameters()) and not loss.state_dict()
-    same = Perceptual(width=2)  # random weights are those of the seed
+    same = Perceptual(width=2)  # random weights depend on the seed only
     torch.testing.assert_close(same(shown.detach(), target), value.detach())
     names = [name for name, _ in loss.named_buffers() if name not in ("shift", "scale")]
     torch.save({name: loss.get_buffer(name) * 0.5 for name in names}, tmp_path / "vgg.pt")
@@ -135,9 +135,9 @@ def test_features_compare_pictures_and_are_not_saved(tmp_path):
         Perceptual(path=str(tmp_path / "nothing.pt"))
 
 
-def test_what_cannot_be_tokenized_is_said():
+def test_tokenizer_error_messages():
     vector = Spec("v", {"vector": ArraySpec((3,), "float32")}, SPEC.action)
-    with pytest.raises(ConfigError, match="one picture"):
+    with pytest.raises(ConfigError, match="one image"):
         frame_key(vector)
     wide = Spec("w", {"image": ArraySpec((3, 16, 32), "uint8")}, SPEC.action)
     with pytest.raises(ConfigError, match="square"):
@@ -149,8 +149,8 @@ def test_what_cannot_be_tokenized_is_said():
 
 
 @pytest.mark.parametrize("silu", [True, False])
-def test_the_fused_norm_gives_the_plain_numbers(silu: bool):
-    norm = PictureNorm(64, silu=silu)
+def test_fused_image_norm(silu: bool):
+    norm = ImageNorm(64, silu=silu)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     x, weight = torch.randn(3, 64, 5, 4, requires_grad=True), torch.randn(3, 64, 5, 4)
@@ -164,7 +164,7 @@ def test_the_fused_norm_gives_the_plain_numbers(silu: bool):
 
 
 @pytest.mark.parametrize("outputs", [32, 64])
-def test_a_block_on_the_fast_path_gives_the_plain_numbers(outputs: int):
+def test_fast_path_residual_block(outputs: int):
     torch.manual_seed(0)
     block = ResidualConv(32, outputs)
     for parameter in block.parameters():

@@ -26,7 +26,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_step_lowers_the_loss_and_reports_norms(name):
+def test_step_lowers_loss_and_reports_norms(name):
     net, optimizer, parts = case(OPTIMIZERS[name])
     guard, x = NonFiniteGuard(), torch.randn(8, 3)
     before = loss_of(net, x).item()
@@ -45,7 +45,7 @@ def test_step_lowers_the_loss_and_reports_norms(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_numbers_mask_the_update(name, bad):
+def test_non_finite_values_mask_update(name, bad):
     net, optimizer, parts = case(OPTIMIZERS[name])
     guard, x = NonFiniteGuard(), torch.randn(8, 3)
     broken = x.clone()
@@ -63,7 +63,7 @@ def test_non_finite_numbers_mask_the_update(name, bad):
     assert guard.report() == {"updates": 3, "masked": 2, "first_masked": 0, "last_masked": 2}
 
 
-def test_learning_rate_scale_multiplies_each_rate():
+def test_learning_rate_scale():
     net, _, parts = case(OPTIMIZERS["laprop"])
     optimizers = [LaProp(parts["a"], lr=1e-2, warmup=0), LaProp(parts["b"], lr=1e-3, warmup=0)]
     scale = torch.tensor(0.5)
@@ -78,7 +78,7 @@ def test_learning_rate_scale_multiplies_each_rate():
     assert rates == pytest.approx([5e-3, 5e-4])
 
 
-def test_optimizers_that_the_loss_does_not_reach_are_left_alone():
+def test_optimizers_without_gradients_are_skipped():
     net, _, parts = case(OPTIMIZERS["laprop"])
     reached = LaProp(parts["a"], lr=1e-2, warmup=0)
     other = LaProp(parts["b"], lr=1e-2, warmup=0)
@@ -91,7 +91,7 @@ def test_optimizers_that_the_loss_does_not_reach_are_left_alone():
     assert not other.state
 
 
-def test_global_clipping_and_averaging():
+def test_gradient_clipping_and_averaging():
     net, _, parts = case(OPTIMIZERS["laprop"])
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     before = torch.cat([p.detach().flatten().clone() for p in net.parameters()])
@@ -115,19 +115,19 @@ def test_global_clipping_and_averaging():
     assert (after - before).norm().item() == pytest.approx(0.1, rel=1e-4)
 
 
-def test_gradients_found_beside_are_added_to_the_backward_pass():
+def test_extra_gradients_are_added():
     x = torch.randn(8, 3)
     weights, losses = [], []
     for apart in (False, True):
         net, optimizer, parts = case(OPTIMIZERS["laprop"])
 
         first = loss_of(net, x)
-        second = net["b"](torch.ones(2, 4)).abs().mean()  # reaches b alone
+        second = net["b"](torch.ones(2, 4)).abs().mean()  # depends on b only
         if apart:
             found = find_gradients(second, list(net.parameters()))
             assert [p is q for (p, _), q in zip(found.found, parts["b"], strict=True)] == [True, True]
             metrics, _ = optimizer_step(
-                first, [optimizer], parts, guard=NonFiniteGuard(), beside=lambda found=found: found
+                first, [optimizer], parts, guard=NonFiniteGuard(), extra_gradients=lambda found=found: found
             )
         else:
             metrics, _ = optimizer_step(first + second, [optimizer], parts, guard=NonFiniteGuard())
@@ -137,7 +137,7 @@ def test_gradients_found_beside_are_added_to_the_backward_pass():
     assert losses[1] == pytest.approx(losses[0])
 
 
-def test_gradients_of_a_frozen_part_are_not_looked_for():
+def test_frozen_parameters_get_no_gradients():
     net, _, _ = case(OPTIMIZERS["adam"])
     net.requires_grad_(False)
     found = find_gradients(net["b"](torch.ones(2, 4)).mean(), list(net.parameters()))

@@ -1,11 +1,11 @@
-"""The transformer with its cache, the GRU beside it, and dropout from seeds."""
+"""The transformer with its cache, the GRU backbone, and dropout from seeds."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from rl_lab.components.dynamics.sequence_backbone import GRUBackbone, copy_state
+from rl_lab.components.dynamics.backbones import GRUBackbone, copy_state
 from rl_lab.components.nn.transformer import Transformer, seeded_dropout, seeded_uniform
 from rl_lab.errors import ConfigError
 
@@ -24,7 +24,7 @@ def backbone(request: pytest.FixtureRequest):
 
 @torch.no_grad()
 @pytest.mark.parametrize("parts", [(9,), (1,) * 9, (4, 1, 3, 1)])
-def test_steps_equal_the_whole_sequence(backbone, parts):
+def test_steps_match_sequence(backbone, parts):
     x = torch.randn(B, T, D)
     state, found = backbone.init_state(B), []
     for part in x.split(parts, 1):
@@ -35,7 +35,7 @@ def test_steps_equal_the_whole_sequence(backbone, parts):
 
 
 @torch.no_grad()
-def test_nothing_depends_on_what_comes_later(backbone):
+def test_backbones_are_causal(backbone):
     x = torch.randn(B, T, D)
     changed = x.clone()
     changed[:, 5:] += 1.0
@@ -44,7 +44,7 @@ def test_nothing_depends_on_what_comes_later(backbone):
 
 
 @torch.no_grad()
-def test_a_copied_state_can_be_gone_on_from_twice(backbone):
+def test_copied_state(backbone):
     _, state = backbone.step(torch.randn(B, 3, D), backbone.init_state(B))
     x, y = torch.randn(2, B, 1, D)
     first, _ = backbone.step(x, copy_state(state))
@@ -54,7 +54,7 @@ def test_a_copied_state_can_be_gone_on_from_twice(backbone):
 
 
 @torch.no_grad()
-def test_rows_of_a_cache_may_be_filled_differently():
+def test_cache_rows_of_different_length():
     model = Transformer(dim=D, layers=1, heads=2, length=T)
     x = torch.randn(1, 5, D)
     _, state = model.step(torch.cat([x[:, :4], x[:, :4]]), model.init_state(2))
@@ -68,7 +68,7 @@ def test_rows_of_a_cache_may_be_filled_differently():
     torch.testing.assert_close(hidden[1, 0], model(x[:, :1])[0, 0], atol=1e-5, rtol=1e-5)
 
 
-def test_dropout_is_a_function_of_its_seed():
+def test_dropout_depends_on_seed_only():
     x, seed = torch.ones(40, 50), torch.tensor(0.3)
     dropped = seeded_dropout(x, 0.25, seed)
     assert torch.equal(dropped, seeded_dropout(x, 0.25, seed))
@@ -80,7 +80,7 @@ def test_dropout_is_a_function_of_its_seed():
     assert abs(float(uniform.mean()) - 0.5) < 0.01
     assert (
         abs(float((uniform[:-1] * uniform[1:]).mean()) - 0.25) < 0.01
-    )  # neighbours know nothing of each other
+    )  # neighbouring elements are uncorrelated
 
 
 def test_dropout_in_training_only():
@@ -95,6 +95,6 @@ def test_dropout_in_training_only():
     torch.testing.assert_close(model(x), plain(x))
 
 
-def test_heads_must_fit():
+def test_indivisible_heads():
     with pytest.raises(ConfigError, match="3 heads"):
         Transformer(dim=D, layers=1, heads=3, length=T)

@@ -1,15 +1,15 @@
-"""The transformer's fast forms give the numbers of the plain ones: cached steps, and training with its gradients."""
+"""The transformer's fast path matches the plain implementation: cached steps, and training with gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from rl_lab.components.dynamics.sequence_backbone import copy_state
+from rl_lab.components.dynamics.backbones import copy_state
+from rl_lab.components.kernels.attention import causal_attention
+from rl_lab.components.kernels.dropout import kept
+from rl_lab.components.kernels.residual_norm import residual_norm
 from rl_lab.components.nn.fast_path import fast_path
-from rl_lab.components.nn.kernels.causal_attention import causal_attention
-from rl_lab.components.nn.kernels.dropout import kept
-from rl_lab.components.nn.kernels.residual_norm import residual_norm
 from rl_lab.components.nn.precision import autocast
 from rl_lab.components.nn.transformer import FROZEN, Transformer, causal_softmax_dropout, seed_word
 
@@ -21,7 +21,7 @@ precisions = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "
 def make_model(dropout: float = 0.0, length: int = T) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(dim=D, layers=3, heads=HEADS, length=length, dropout=dropout)
-    with torch.no_grad():  # biases and norms start neutral, and would hide a mistake
+    with torch.no_grad():  # initial biases and norms are neutral and would hide errors
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
@@ -41,19 +41,19 @@ def cached(model: Transformer, x: torch.Tensor, parts: tuple[int, ...], on: bool
 
 @precisions
 @pytest.mark.parametrize("parts", [(1,) * 11, (2,) * 5 + (1,), (5, 2, 1, 1, 2), (11,)])
-def test_cached_steps(dtype: torch.dtype, parts: tuple[int, ...]):
+def test_cached_steps_match_plain(dtype: torch.dtype, parts: tuple[int, ...]):
     model, x = make_model(), torch.randn(B, T, D)
     with autocast(dtype, "cpu"):
         quick, plain = (cached(model, x, parts, on) for on in (True, False))
-        whole = model(x)
+        full = model(x)
     for found, expected in zip(quick, plain, strict=True):
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
-    torch.testing.assert_close(quick[0], whole.detach(), **TOLERANCE[dtype])
+    torch.testing.assert_close(quick[0], full.detach(), **TOLERANCE[dtype])
 
 
 @torch.no_grad()
-def test_rows_filled_differently_and_too_many_tokens():
+def test_cache_rows_of_different_length():
     model, lengths = make_model(), torch.tensor([0, 4, T - 1, T])
     found = []
     for on in (True, False):
@@ -71,7 +71,7 @@ def test_rows_filled_differently_and_too_many_tokens():
 
 
 @torch.no_grad()
-def test_a_copied_state_goes_the_plain_way_and_gradients_do_too():
+def test_plain_path_for_copies_and_gradients():
     model, x = make_model(), torch.randn(B, 1, D)
     with fast_path():
         state = model.init_state(B)
@@ -84,7 +84,7 @@ def test_a_copied_state_goes_the_plain_way_and_gradients_do_too():
             assert model.step(x, state)[0].requires_grad
 
 
-def test_a_dream_sees_weights_that_have_changed_before_it_began():
+def test_rollout_uses_current_weights():
     model, x = make_model(), torch.randn(B, 1, D)
     before = cached(model, x, (1,), True)[0]
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_a_dream_sees_weights_that_have_changed_before_it_began():
 
 @precisions
 @pytest.mark.parametrize("dropout, seeded", [(0.0, False), (0.3, False), (0.3, True)])
-def test_training(dtype: torch.dtype, dropout: float, seeded: bool):
+def test_training_matches_plain(dtype: torch.dtype, dropout: float, seeded: bool):
     model = make_model(dropout)
     inputs, weight = torch.randn(B, T, D), torch.randn(B, T, D)
     seeds = torch.rand(model.seeds) if seeded else None

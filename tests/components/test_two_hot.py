@@ -25,7 +25,7 @@ def slow_two_hot(bins, value):
     return target
 
 
-def test_bins_are_symmetric_and_reach_as_far_as_published():
+def test_bins():
     two_hot = TwoHot()
     assert len(two_hot.bins) == 255
     assert torch.equal(two_hot.bins, -two_hot.bins.flip(0))
@@ -36,16 +36,16 @@ def test_bins_are_symmetric_and_reach_as_far_as_published():
 
 @pytest.mark.parametrize("space", ["numbers", "symlog"])
 @pytest.mark.parametrize("bins", [3, 41, 255])
-def test_equal_logits_mean_exactly_zero(bins, space):
+def test_equal_logits_give_zero(bins, space):
     assert torch.equal(TwoHot(bins, space=space).mean(torch.zeros(4, bins)), torch.zeros(4))
 
 
-def test_zero_initialised_head_predicts_exactly_zero():
+def test_zero_initialised_head_predicts_zero():
     head = TwoHotHead(features=12, units=16, layers=2)
     assert torch.equal(head.predict(torch.randn(7, 12) * 10), torch.zeros(7))
 
 
-def test_loss_against_the_dense_target():
+def test_loss_matches_dense_target():
     torch.manual_seed(0)
     two_hot = TwoHot(41)
     values = torch.tensor([0.0, 0.3, -0.3, 1.0, 17.2, -900.0, 1e12, -1e12, two_hot.bins[5].item()])
@@ -55,7 +55,7 @@ def test_loss_against_the_dense_target():
     assert torch.allclose(two_hot.loss(logits, values), expected, atol=1e-5)
 
 
-def test_target_mean_is_the_value_itself():
+def test_target_mean_equals_value():
     two_hot = TwoHot()
     values = torch.tensor([-5.0, -0.01, 0.0, 2.5, 333.0])
     lower, weight = two_hot.encode(values)
@@ -63,19 +63,19 @@ def test_target_mean_is_the_value_itself():
     assert torch.allclose(recovered, values, atol=1e-4)
 
 
-def test_in_symlog_space_logarithms_are_weighted_and_averaged():
-    """By hand, bins at symlog -2, -1, 0, 1, 2: the number e² - 1 is bin 4, e^1.5 - 1 half way between 3 and 4."""
+def test_symlog_space():
+    """Bins at symlog -2, -1, 0, 1, 2: e² - 1 is bin 4, e^1.5 - 1 is half way between 3 and 4."""
     two_hot = TwoHot(5, limit=2.0, space="symlog")
     values = torch.tensor([math.expm1(2.0), math.expm1(1.5), -math.expm1(0.25), 1e9])
     lower, weight = two_hot.encode(values)
     assert torch.allclose(lower + weight, torch.tensor([4.0, 3.5, 1.75, 4.0]))
-    # Unsure between 0 and e² - 1 = 6.39: the logarithms' mean is 1, and e - 1 = 1.72, not 3.19.
+    # Half on 0 and half on e² - 1 = 6.39: the mean in symlog space is 1, so e - 1 = 1.72, not 3.19.
     unsure = torch.tensor([-100.0, -100.0, 0.0, -100.0, 0.0])
     assert two_hot.mean(unsure).item() == pytest.approx(math.expm1(1.0))
     assert TwoHot(5, limit=2.0).mean(unsure).item() == pytest.approx(math.expm1(2.0) / 2)
 
 
-def test_the_fused_loss_in_symlog_space_is_the_plain_one():
+def test_fused_loss_in_symlog_space():
     torch.manual_seed(0)
     two_hot = TwoHot(41, space="symlog")
     logits = torch.randn(2, 9, 41, requires_grad=True)
@@ -89,19 +89,19 @@ def test_the_fused_loss_in_symlog_space_is_the_plain_one():
     assert torch.allclose(expected, found, atol=1e-6)
 
 
-def test_a_space_that_is_not_known_is_named():
+def test_unknown_space():
     with pytest.raises(ConfigError, match="two-hot space is 'symexp'"):
         TwoHot(space="symexp")
 
 
-def test_mean_follows_the_distribution():
+def test_mean_of_distribution():
     two_hot = TwoHot(41)
     logits = torch.full((41,), -100.0)
     logits[30] = 100.0
     assert two_hot.mean(logits).item() == pytest.approx(two_hot.bins[30].item(), rel=1e-5)
 
 
-def test_gradient_moves_the_prediction_to_the_target():
+def test_gradient_moves_prediction_to_target():
     two_hot = TwoHot(41)
     logits = torch.zeros(41, requires_grad=True)
     for _ in range(300):
@@ -111,14 +111,14 @@ def test_gradient_moves_the_prediction_to_the_target():
 
 
 def special_values(two_hot):
-    """Beyond the ends, on them, on bins, between them, and zero."""
+    """Outside the range, at its ends, on bins, between them, and zero."""
     on_bins = [two_hot.bins[index].item() for index in (0, 5, 20, 21, -1)]
     return torch.tensor([*on_bins, 0.0, -0.0, 0.3, -17.2, 1e12, -1e12, float("inf")])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_fused_loss_is_the_plain_one(dtype, count):
+def test_fused_loss(dtype, count):
     torch.manual_seed(0)
     two_hot = TwoHot(41)
     values = special_values(two_hot)
@@ -141,7 +141,7 @@ def test_the_fused_loss_is_the_plain_one(dtype, count):
     assert not fused_gradient[:, -1].any()
 
 
-def test_two_targets_add_up_and_a_target_keeps_its_gradient():
+def test_two_targets():
     torch.manual_seed(0)
     critic = DreamerCriticController(features=4, units=8, layers=1, bins=41)
     two_hot, logits = critic.head.two_hot, torch.randn(7, 41)
@@ -155,7 +155,7 @@ def test_two_targets_add_up_and_a_target_keeps_its_gradient():
         assert gradient.abs().min() > 0.0
 
 
-def test_what_is_no_number_shows_in_the_loss():
+def test_nan_propagates_to_loss():
     two_hot, nan = TwoHot(41), float("nan")
     logits = torch.zeros(3, 41)
     logits[1, 4] = nan
@@ -165,12 +165,12 @@ def test_what_is_no_number_shows_in_the_loss():
         assert loss.isnan().tolist() == [True, True, False]
 
 
-def test_even_number_of_bins_is_refused():
+def test_even_bins_are_rejected():
     with pytest.raises(ConfigError, match="odd"):
         TwoHot(254)
 
 
-def test_continue_head_loss_by_hand():
+def test_continue_head_loss():
     head = ContinueHead(features=4, units=8, layers=1)
     loss = head.loss(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.25]))
     p = 1 / (1 + math.exp(-2.0))

@@ -1,4 +1,4 @@
-"""Environments that tests send to worker processes; imported there, so nothing heavy is imported here."""
+"""Test environments for worker processes, which import this module; it imports no large packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 
 class Base(gymnasium.Env):
-    """One number, two actions, never ends."""
+    """Scalar observation, two actions, never ends."""
 
     def __init__(self, render_mode=None):
         self.render_mode = render_mode
@@ -66,14 +66,14 @@ class Nested(Base):
 
 
 class Unseeded(Base):
-    """Environment 0 of a process draws from the system: no seed makes it come out the same."""
+    """The first environment of a process uses random numbers of the system, so it is not deterministic."""
 
     def observe(self):
         return np.frombuffer(os.urandom(4), np.uint32).astype(np.float32)
 
 
 class EndsByChance(Unseeded):
-    """Ends at moments that no seed decides."""
+    """Ends at random steps that do not depend on the seed."""
 
     def step(self, action):
         obs, reward, _, _, info = super().step(action)
@@ -115,7 +115,7 @@ class Slow(Base):
 
 
 class Process(Base):
-    """Tells about its process: its id, whether torch is loaded, BLAS threads, the answer of a signal to itself."""
+    """Observes its process: id, whether torch is imported, BLAS threads, an environment variable."""
 
     def __init__(self, render_mode=None):
         super().__init__(render_mode)
@@ -151,9 +151,9 @@ not_an_environment = dict
 
 
 class Fails(Base):
-    """Does what the action says: 0 nothing, 1 raise, 2 die, 3 hang, 4 give half an observation. Ends after 9 steps.
+    """Fails on request: action 0 nothing, 1 raise, 2 die, 3 hang, 4 incomplete observation. Ends after 9 steps.
 
-    bad_seeds: of this many seeds in a row all but the last cannot begin an episode, from the second reset on
+    bad_seeds: from the second reset on, all but the last of this many consecutive seeds fail
     """
 
     def __init__(self, render_mode=None, bad_seeds=1):
@@ -189,7 +189,7 @@ class Fails(Base):
 
 
 class NeverAgain(Fails):
-    """Begins once, in all processes together (`mark` is a file), and never again."""
+    """Every reset fails while the file `mark` exists."""
 
     def __init__(self, render_mode=None, mark=""):
         super().__init__(render_mode)
@@ -202,9 +202,9 @@ class NeverAgain(Fails):
 
 
 def chance_of_failure(render_mode=None, raises=0.02, dies=0.0, spoils=0.0, exits=0.0):
-    """CartPole that fails by chance, decided by the episode's seed and so repeatable.
+    """CartPole that fails at random steps, which depend only on the seed of the episode.
 
-    spoils: half of them give NaN in the observation, the others an infinite reward
+    spoils: probability of an unusable row: half of them have NaN in the observation, the others an infinite reward
     """
     env = gymnasium.make("CartPole-v1").unwrapped
     original = env.step
@@ -230,9 +230,9 @@ def chance_of_failure(render_mode=None, raises=0.02, dies=0.0, spoils=0.0, exits
 
 
 class Spoils(Base):
-    """Shows a position and a camera, and gives or does what `TROUBLES` has at the action's place. Ends after 9 steps.
+    """Observes a position and a camera; the action is an index into `TROUBLES`. Ends after 9 steps.
 
-    bad_reset: what the resets give instead of the position, from the second one on, where the seed is even
+    bad_reset: from the second reset on, replaces the position if the seed is even
     """
 
     TROUBLES = (

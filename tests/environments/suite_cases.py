@@ -1,4 +1,4 @@
-"""One or two tasks of every suite, with settings that keep them quick: what tests over all suites walk through."""
+"""One or two tasks of every suite, with fast settings, for the tests of all suites."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 LIMIT = 5
-# Suite -> the package that it is no use without; "" where there is none.
+# Suite -> the package that it needs; "" if there is none.
 PACKAGES = {
     "gym": "pygame",
     "dummy": "",
@@ -32,7 +32,7 @@ CASES = {
     "atari100k/pong": {"variant": "iris", "life_loss": "off", "noops": 0},
     "dmc/reacher_easy": {"action_repeat": 2},
     "dmc/cartpole_swingup": {"observe": "both", "fast_render": True, "size": 32},
-    "crafter/reward": {"area": 16},  # a whole world takes a second to make
+    "crafter/reward": {"area": 16},  # a full world takes a second to generate
     "minigrid/Dynamic-Obstacles-6x6": {},
     "minigrid/DoorKey-5x5": {"observe": "rgb", "size": 64},
     "minigrid/BabyAI-GoToObj-v0": {"mission": 6},
@@ -49,7 +49,7 @@ def suite_of(task):
 
 
 def each_case(*left_out):
-    """Parameters for pytest: every task but those of the suites left out, the slow ones with `make test-learning`."""
+    """Return pytest parameters for all tasks, except for these suites; slow ones run with `make test-learning`."""
     return [
         # A maze takes seconds to build in software rendering, and a test builds many.
         pytest.param(task, marks=pytest.mark.learning) if suite_of(task) == "memory_maze" else task
@@ -59,7 +59,7 @@ def each_case(*left_out):
 
 
 def needs(task):
-    """Skip a task whose package is not installed, or that is drawn where nothing can draw."""
+    """Skip a task if its package or a rendering backend is missing."""
     options, package = CASES[task], PACKAGES[suite_of(task)]
     if options.get("backend") == "envpool":
         package = "envpool"

@@ -30,11 +30,11 @@ from rl_lab.errors import ConfigError
         ("atari", "atari"),
     ],
 )
-def test_other_projects_names(name, task):
+def test_names_of_other_projects(name, task):
     assert canonical(name) == task
 
 
-def test_a_suites_file_needs_only_the_task():
+def test_suite_config_needs_only_task():
     assert with_suite("pong", "atari100k") == "atari100k/pong"
     assert with_suite("atari/pong", "atari100k") == "atari/pong"
     assert with_suite("dmc_walker_walk", "dmc") == "dmc/walker_walk"
@@ -47,7 +47,7 @@ def test_a_suites_file_needs_only_the_task():
         assert env.spec.name == "dummy/discrete"
 
 
-def test_the_command_lines_two_forms_are_one():
+def test_both_command_line_forms_are_equal():
     short = compose_config(["environment=atari100k", "environment.task=boxing"]).environment
     long = compose_config(["environment=atari100k", "environment.task=atari100k/boxing"]).environment
     assert env_config_options(short) == env_config_options(long)
@@ -57,7 +57,7 @@ def test_the_command_lines_two_forms_are_one():
         make_env("boxing")
 
 
-def test_python_and_the_command_line_open_the_same_door():
+def test_python_and_command_line_are_equal():
     pytest.importorskip("minigrid", reason="extra: minigrid")
     node = compose_config(
         ["environment=minigrid", "environment.task=DoorKey-5x5", "environment.num_envs=2"]

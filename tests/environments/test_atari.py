@@ -1,4 +1,4 @@
-"""Atari against a slow reference that is written from the published descriptions, and the presets one by one."""
+"""Atari compared with a slow reference implementation of the published descriptions, and the presets."""
 
 import numpy as np
 import pytest
@@ -82,10 +82,10 @@ class Reference:
         ("atari/breakout", {"sticky": 0.0}, (96, False, True), 40),
     ],
 )
-def test_frames_equal_the_slow_reference(task, options, look, decisions):
+def test_frames_equal_reference(task, options, look, decisions):
     game = task.partition("/")[2]
     with make_env(task, 1, workers=0, **options) as env:
-        single = env.crew.workers[0]._runner.slots[0].env.unwrapped
+        single = env.pool.workers[0]._runner.slots[0].env.unwrapped
         obs, _ = env.reset(seed=4)
         actions = np.random.default_rng(1)
         for step in range(decisions):
@@ -127,7 +127,7 @@ def lengths(env, episodes, action=1):
     return found
 
 
-def test_life_loss_ends_the_episode_and_the_game_goes_on():
+def test_life_loss_ends_episode_and_continues_game():
     whole = lengths(AtariEnv("breakout", noops=(0, 0)), 1)
     lives = lengths(AtariEnv("breakout", noops=(0, 0), life_loss="end", life_loss_within=False), 6)
     assert [left for _, left, _ in lives] == [
@@ -137,7 +137,7 @@ def test_life_loss_ends_the_episode_and_the_game_goes_on():
         1,
         0,
         4,
-    ]  # the fifth ends the game, the sixth begins another
+    ]  # the fifth ends the game, the sixth starts another one
     assert whole[0][1] == 0 and all(terminated for *_, terminated in lives)
     restart = lengths(AtariEnv("breakout", noops=(0, 0), life_loss="restart"), 3)
     assert [left for _, left, _ in restart] == [4, 4, 4]
@@ -148,7 +148,7 @@ def test_life_loss_ends_the_episode_and_the_game_goes_on():
     assert env.ale.lives() == 5
 
 
-def test_limits_and_noops_of_the_variants():
+def test_limits_and_noops_of_variants():
     for options, frames, counted in (
         ({}, 108_000, False),
         ({"variant": "iris"}, 20_000, True),
@@ -156,7 +156,7 @@ def test_limits_and_noops_of_the_variants():
         ({"time_limit": 12}, 48, False),
     ):
         with make_env("atari100k/pong", 1, workers=0, **options) as env:
-            single = env.crew.workers[0]._runner.slots[0].env.unwrapped
+            single = env.pool.workers[0]._runner.slots[0].env.unwrapped
             assert (single.max_frames, single.count_noops) == (frames, counted)
             env.reset()
             assert single._elapsed == (single.ale.getEpisodeFrameNumber() if counted else 0)
@@ -165,13 +165,13 @@ def test_limits_and_noops_of_the_variants():
                 assert not any(end[1][0] for end in ends[:-1]) and ends[-1][1][0] and not ends[-1][0][0]
 
 
-def test_noops_are_drawn_from_the_episodes_seed():
+def test_noops_depend_on_episode_seed():
     env = AtariEnv("pong", noops=(0, 30))
     starts = [(env.reset(seed=seed), env.ale.getEpisodeFrameNumber())[1] for seed in [*range(40), *range(40)]]
     assert starts[:40] == starts[40:] and min(starts) < 5 and 25 < max(starts) <= 30
 
 
-def test_sticky_actions_repeat_the_frame_before():
+def test_sticky_actions_repeat_previous_action():
     env = AtariEnv("pong", sticky=0.25, noops=(0, 0))
     env.reset(seed=0)
     sent = []
@@ -196,8 +196,12 @@ def test_sticky_actions_repeat_the_frame_before():
     assert set(frames[:, 3] == chosen) == {True, False} or np.mean(frames[:, 3] == chosen) > 0.98
 
 
-def test_same_seed_same_game_whatever_came_before():
-    for game in ("assault", "tennis", "solaris"):  # these remember earlier games when only reset
+def test_same_seed_same_game():
+    for game in (
+        "assault",
+        "tennis",
+        "solaris",
+    ):  # their start depends on earlier games after `reset_game` alone
         fresh, used = AtariEnv(game, sticky=0.25), AtariEnv(game, sticky=0.25)
         used.reset(seed=9)
         for step in range(60):

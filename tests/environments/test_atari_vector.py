@@ -1,4 +1,4 @@
-"""ale-py's own vector environment beside ours: the same game to the last bit, until it resizes."""
+"""Comparison with ale-py's vector environment: identical frames before resizing, other frames after it."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ NATIVE = (210, 160)
 
 
 def differences(game, size, decisions=60):
-    """Shares of values that differ, decision by decision, of the two with the same actions."""
+    """Return the fraction of values that differ, for each decision, with the same actions."""
     from ale_py.vector_env import AtariVectorEnv
 
     theirs = AtariVectorEnv(
@@ -44,10 +44,10 @@ def differences(game, size, decisions=60):
 
 
 @pytest.mark.parametrize("game", ["pong", "breakout"])
-def test_the_same_frames_at_the_emulators_own_size(game):
+def test_same_frames_at_emulator_size(game):
     assert not any(differences(game, NATIVE))
 
 
-def test_other_frames_at_the_published_size():
-    """Why it is not used. If this fails, ale-py's resizing has become Pillow's: look at it again."""
+def test_other_frames_at_published_size():
+    """The reason why it is not used. If this fails, ale-py resizes like Pillow and could be used."""
     assert min(differences("pong", (64, 64))) > 0.05

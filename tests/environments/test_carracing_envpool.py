@@ -1,4 +1,4 @@
-"""EnvPool's CarRacing beside Gymnasium's: other tracks for a seed, the same car, rewards, ends and colours."""
+"""EnvPool's CarRacing compared with Gymnasium's: other tracks, but the same physics, rewards, ends and colours."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SPEED = slice(13, 15)  # columns of the bar that shows the speed
 
 
 def drive(backend, seed, steps=400):
-    """Straight ahead until the car leaves the field: frames, rewards, and how it ended."""
+    """Drive straight until the car leaves the field; return frames, rewards, and how the episode ended."""
     env = carracing.make("continuous", backend=backend)
     frames, rewards = [env.reset(seed=seed)[0].copy()], []
     for _ in range(steps):
@@ -33,7 +33,7 @@ def drives():
     return {backend: drive(backend, seed=2) for backend in carracing.BACKENDS}
 
 
-def test_the_car_moves_and_ends_alike(drives):
+def test_same_physics_and_ends(drives):
     ours, theirs = drives["gymnasium"], drives["envpool"]
     assert ours[2] == theirs[2] == (True, False)  # off the field
     assert ours[1][-1] == theirs[1][-1] == -100
@@ -43,8 +43,8 @@ def test_the_car_moves_and_ends_alike(drives):
     assert np.abs(bars[0] - bars[1]).max() <= 1 and bars[0].max() == 5
 
 
-def test_rewards_are_of_one_form(drives):
-    """-0.1 a frame, and 1000 / N for each of the N tiles of the track."""
+def test_same_rewards(drives):
+    """-0.1 per frame, and 1000 / N for each of the N tiles of the track."""
     for _, rewards, _ in drives.values():
         gained = np.round(rewards[:-1] + 0.1, 3)
         tile = gained[gained > 0].min()
@@ -52,8 +52,8 @@ def test_rewards_are_of_one_form(drives):
         np.testing.assert_allclose(gained / tile, np.round(gained / tile), atol=1e-2)
 
 
-def test_pictures_have_the_same_colours_and_places(drives):
-    """Edges are not smoothed and colours lie 2 apart; a frame on the straight is otherwise the same."""
+def test_same_colours_and_positions(drives):
+    """Edges are not antialiased and colours differ by up to 2; otherwise frames on a straight are the same."""
     last = [frames[60].astype(int) for frames, _, _ in drives.values()]
     for frame in last:
         ground = np.abs(frame[:84] - FIELD).max(-1) <= 3
@@ -66,19 +66,19 @@ def test_pictures_have_the_same_colours_and_places(drives):
     assert abs(road[0] - road[1]) < 0.1
 
 
-def test_a_seed_decides_the_episode():
+def test_seed_determines_episode():
     left, middle, right = (drive("envpool", seed, steps=20) for seed in (5, 5, 6))
     np.testing.assert_array_equal(left[0], middle[0])
     np.testing.assert_array_equal(left[1], middle[1])
     assert (left[0] != right[0]).any()
 
 
-def test_limits_and_what_it_has_not():
+def test_limits_and_unsupported_options():
     with make_env("carracing/continuous", 1, workers=0, backend="envpool", time_limit=7) as env:
         env.reset()
         ends = [env.step(np.zeros((1, 3), np.float32))[3][0] for _ in range(7)]
         assert ends == [False] * 6 + [True]
-    with pytest.raises(ConfigError, match="EnvPool's CarRacing has no carracing/discrete"):
+    with pytest.raises(ConfigError, match="backend=envpool does not support carracing/discrete"):
         make_env("carracing/discrete", backend="envpool")
-    with pytest.raises(ConfigError, match="EnvPool's CarRacing has no domain_randomize"):
+    with pytest.raises(ConfigError, match="backend=envpool does not support domain_randomize"):
         make_env("carracing/continuous", backend="envpool", domain_randomize=True)

@@ -1,4 +1,4 @@
-"""Gymnasium's own checker on one environment of every suite, behind the lab's wrappers, as workers have it."""
+"""Gymnasium's environment checker on one environment of every suite, with the lab's wrappers."""
 
 import gc
 import re
@@ -10,15 +10,15 @@ from suite_cases import CASES, each_case, needs
 
 from rl_lab.environments import make as make_module
 
-# All that the checker may advise. Everything else that it says fails the test.
+# Warnings of the checker that are allowed. All others fail the test.
 ADVICE = (
-    r"A Box observation space m(in|ax)imum value is -?infinity",  # numbers without bounds: the lab's vectors have none
+    r"A Box observation space m(in|ax)imum value is -?infinity",  # the lab's vectors have no bounds
     r"Not able to test alternative render modes",  # there is one mode, and it is tested
 )
 
 
 class Whole(gymnasium.Env):
-    """An environment with its wrappers as one: the checker looks through wrappers, and what counts is the outside."""
+    """Hides the wrappers of an environment: the checker would otherwise inspect the unwrapped environment."""
 
     def __init__(self, env):
         self.env = env
@@ -43,17 +43,17 @@ class Whole(gymnasium.Env):
 
 
 @pytest.mark.parametrize("task", each_case())
-def test_gymnasiums_own_check(task, recwarn):
+def test_gymnasium_checker(task, recwarn):
     needs(task)
     options = {"size": None, "action_repeat": None, **CASES[task]}
     env = Whole(make_module._factory(task, time_limit=None, **options)(render=True))
     assert env.render_mode == "rgb_array"
-    gc.collect()  # what earlier tests left open is not said of this one
-    recwarn.clear()  # what packages say when they are imported
+    gc.collect()  # no warnings about objects of earlier tests
+    recwarn.clear()  # no warnings of package imports
     try:
         check_env(env)
     finally:
         env.close()
-    env.close()  # again is allowed
+    env.close()  # a second close is allowed
     said = [str(warning.message) for warning in recwarn]
     assert [text for text in said if not re.search("|".join(ADVICE), text)] == []

@@ -7,10 +7,10 @@ from rl_lab.environments import make_env, probe_spec
 from rl_lab.environments.suites.crafter import ACHIEVEMENT, CrafterEnv, crafter_score
 from rl_lab.errors import ConfigError
 
-SMALL = {"area": 16}  # making a whole world takes a second
+SMALL = {"area": 16}  # generating a full world takes a second
 
 
-def test_achievements_are_logged_once_an_episode():
+def test_achievements_are_logged_once_per_episode():
     with make_env("crafter/reward", 2, workers=0, time_limit=150, **SMALL) as env:
         env.reset(seed=1)
         rng = np.random.default_rng(0)
@@ -29,7 +29,7 @@ def test_achievements_are_logged_once_an_episode():
         assert sum(sum(log.values()) for log, _ in episodes) > 0
 
 
-def test_reward_can_be_left_out():
+def test_noreward_task():
     paid, unpaid = (CrafterEnv(reward=pay, size=(64, 64), area=16) for pay in (True, False))
     for env in (paid, unpaid):
         env.reset(seed=3)
@@ -46,11 +46,11 @@ def test_reward_can_be_left_out():
     assert any(reward for reward, _ in rewards) and not any(reward for _, reward in rewards)
 
 
-def test_looking_does_not_change_the_game():
+def test_render_does_not_change_game():
     seen, unseen = (CrafterEnv(reward=True, size=(48, 48), area=16) for _ in range(2))
     for env in (seen, unseen):
         env.reset(seed=2)
-        env._env._step = 260  # night falls: its grain is drawn from the game's own generator
+        env._env._step = 260  # night: its noise uses the generator of the game
     for step in range(20):
         frame = seen.render()
         assert frame.shape == (576, 576, 3)
@@ -58,8 +58,8 @@ def test_looking_does_not_change_the_game():
         np.testing.assert_array_equal(left[0], right[0])
 
 
-def test_a_seed_decides_where_all_creatures_go():
-    """Crafter keeps them in sets, whose order follows memory addresses: unordered, these games part within 20 steps."""
+def test_seed_determines_creatures():
+    """Crafter uses sets, whose order depends on memory addresses; without a fixed order games diverge in 20 steps."""
     games = []
     for _ in range(2):
         env = CrafterEnv(reward=True, size=(64, 64), area=24)
@@ -73,7 +73,7 @@ def test_a_seed_decides_where_all_creatures_go():
     assert games[0] == games[1]
 
 
-def test_score_is_the_papers_formula():
+def test_score_formula():
     assert crafter_score({"a": 1.0, "b": 1.0}) == pytest.approx(100.0)
     assert crafter_score({"a": 0.0, "b": 0.0}) == 0.0
     # exp((ln 2 + ln 51) / 2) - 1

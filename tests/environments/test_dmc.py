@@ -1,4 +1,4 @@
-"""DeepMind Control: what is observed, how long a decision and an episode are, and that a seed decides an episode."""
+"""DeepMind Control: observations, lengths of decisions and episodes, and seeding."""
 
 import ctypes.util
 
@@ -42,7 +42,7 @@ def test_vision_both_and_fast_render():
             assert env.spec.observations == {**PROPRIO, **image} and env.spec.action_repeat == 2
             obs, _ = env.reset(seed=2)
             frames[name] = obs["image"][0].astype(int)
-            assert env.render().shape == (256, 256, 3)
+            assert env.frame().shape == (256, 256, 3)
     assert frames["plain"].std() > 10
     # The same scene without shadows, and another view of it.
     assert (
@@ -69,7 +69,7 @@ def test_decisions_and_limits():
 
 
 @pytest.mark.parametrize("task", ["manipulator_bring_ball", "reacher_easy", "swimmer_swimmer6"])
-def test_a_seed_decides_the_episode_whatever_came_before(task):
+def test_seed_determines_episode(task):
     left, right = (dmc.make(dmc.resolve(task)) for _ in range(2))
     rng = np.random.default_rng(0)
     right.reset(seed=3)

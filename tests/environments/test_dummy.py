@@ -11,9 +11,9 @@ from rl_lab.errors import ConfigError
 
 
 @pytest.mark.parametrize("task", tasks())
-def test_passes_gymnasiums_checks_bare_and_wrapped(task):
+def test_passes_gymnasium_checker(task):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # bounds at infinity, no `spec`: remarks, not faults
+        warnings.simplefilter("ignore")  # warnings about infinite bounds and a missing `spec`
         check_env(make(task, render=True), skip_render_check=True)
         check_env(
             EnvFactory(f"dummy/{task}", "rl_lab.environments.suites.dummy", task)(True),
@@ -30,7 +30,7 @@ def answers(task, obs):
 
 
 @pytest.mark.parametrize("task", ["discrete", "continuous", "dict"])
-def test_best_return_is_reached_through_the_door(task):
+def test_best_return_is_reached(task):
     env = make_env(f"dummy/{task}", 2, workers=0)
     obs, _ = env.reset()
     total = np.zeros(2)
@@ -43,7 +43,7 @@ def test_best_return_is_reached_through_the_door(task):
 
 
 @pytest.mark.parametrize("task", ["discrete", "continuous", "dict"])
-def test_random_play_ends_both_ways(task):
+def test_random_actions_terminate_and_truncate(task):
     env = make_env(f"dummy/{task}", 8, workers=0, length=5)
     env.action_space.seed(0)
     env.reset()
@@ -55,7 +55,7 @@ def test_random_play_ends_both_ways(task):
     assert ends.min() > 10, ends
 
 
-def test_count_is_what_it_says():
+def test_count_observation_and_reward():
     env = make_env("dummy/count", 1, workers=0, length=3, truncate=True)
     obs, _ = env.reset()
     rows = [(obs["vector"][0, 0], 0.0, False)]

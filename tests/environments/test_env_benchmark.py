@@ -8,7 +8,7 @@ from rl_lab.records import ActionSpec, ArraySpec, Spec
 from rl_lab.tools.bench import load_benchmark
 
 
-def test_rows_of_a_quick_run(capsys):
+def test_quick_run_rows(capsys):
     bench = load_benchmark("env")
     words = ["--num-envs", "2", "--workers", "2", "--rounds", "1", "--seconds", "0.02"]
     rows = bench.run(["--tasks", "dummy/discrete", "no_such_suite/x", *words])
@@ -28,7 +28,7 @@ def test_rows_of_a_quick_run(capsys):
 
 
 @pytest.mark.parametrize("task", ["dummy/discrete", "dummy/continuous", "dummy/dict"])
-def test_both_sides_play_the_same_games(task):
+def test_both_sides_use_same_episodes(task):
     bench = load_benchmark("env")
     theirs = bench.Contender(gymnasium.vector.SyncVectorEnv([bench.plain_environment(task)] * 2), [])
     with make_env(task, 2, workers=0) as env:
@@ -45,7 +45,7 @@ def test_both_sides_play_the_same_games(task):
     theirs.env.close()
 
 
-def test_bytes_are_those_of_the_arrays():
+def test_bytes_match_arrays():
     bench = load_benchmark("env")
     spec = Spec("x", {"image": ArraySpec((3, 64, 64), "uint8")}, ActionSpec("continuous", (2,)))
     assert bench.bytes_per_step(spec) == 3 * 64 * 64 + 2 * 4 + 6

@@ -1,4 +1,4 @@
-"""Every shipped environment file makes what it says."""
+"""Every config file of `environment` creates its environment."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ OWN_TASK = {"gym.yaml": "CartPole-v1"}
 
 
 def check_suite_file(node, name):
-    """Suites are tested one by one elsewhere; here only that their settings are taken, by one environment."""
+    """Check that one environment of the suite accepts the settings; other tests cover the suites."""
     if PACKAGES.get(node.suite):
         pytest.importorskip(PACKAGES[node.suite], reason=f"suite {node.suite}")
     for evaluating in (False, True):
@@ -27,7 +27,7 @@ def check_suite_file(node, name):
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_file_composes_and_makes_its_environment(path):
+def test_config_creates_environment(path):
     assert path.read_text().startswith("# "), "the first line is what `rl-lab list` shows"
     node = OmegaConf.load(path)
     node.task = node.task or OWN_TASK[path.name]

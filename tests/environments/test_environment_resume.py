@@ -1,4 +1,4 @@
-"""Stop and go on: the environments replay their open episodes and give what an unbroken run gives."""
+"""Exact resume: environments replay their open episodes and continue like an uninterrupted run."""
 
 import io
 
@@ -13,7 +13,7 @@ from rl_lab.errors import CheckpointError
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(("workers", "new_workers"), [(0, 0), (2, 2), (0, 2)])
-def test_going_on_equals_not_having_stopped(task, workers, new_workers):
+def test_resume_is_exact(task, workers, new_workers):
     import torch
 
     if task[0].isupper():
@@ -22,7 +22,7 @@ def test_going_on_equals_not_having_stopped(task, workers, new_workers):
         other.reset()
         other.step(env.action_space.sample() * 0)
         roll(env, steps=0)
-        for _ in range(10):  # at each step somebody is in the middle, at an end, or just reset
+        for _ in range(10):  # covers environments inside an episode, at its end, and after a reset
             roll(env, steps=1, reset=False, seed=1)
             file = io.BytesIO()
             torch.save(env.get_state(), file)
@@ -35,7 +35,7 @@ def test_going_on_equals_not_having_stopped(task, workers, new_workers):
         assert_same(roll(env, reset=False), roll(other, reset=False))
 
 
-def test_state_with_numpy_arrays_is_taken_too():
+def test_state_may_contain_numpy_arrays():
     env, other = make_env("dummy/discrete", 2, workers=0), make_env("dummy/discrete", 2, workers=0)
     roll(env, steps=4)
     state = env.get_state()
@@ -47,13 +47,13 @@ def test_state_with_numpy_arrays_is_taken_too():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("factory", [sample_envs.Unseeded, sample_envs.EndsByChance])
-def test_environment_without_determinism_is_found_and_begins_anew(factory, workers):
+def test_nondeterministic_environment_restarts(factory, workers):
     with make_env(factory, 3, workers=workers) as env:
         env.reset()
         for _ in range(6):
             env.step(np.zeros(3, np.int64))
         state, ended = env.get_state(), env.last_dones
-        assert env.set_state(state) == np.flatnonzero(~ended).tolist()  # at an end there is nothing to replay
+        assert env.set_state(state) == np.flatnonzero(~ended).tolist()  # ended episodes are not replayed
         np.testing.assert_array_equal(env.is_first, ~ended)
         np.testing.assert_array_equal(env.last_dones, ended)
         assert env.get_state()["episode"].tolist() == (state["episode"] + ~ended).tolist()
@@ -61,7 +61,7 @@ def test_environment_without_determinism_is_found_and_begins_anew(factory, worke
         np.testing.assert_array_equal(env.is_first, ended)
 
 
-def test_only_what_differs_begins_anew():
+def test_only_diverged_environments_restart():
     env = make_env("dummy/discrete", 3, workers=0)
     roll(env, steps=2)
     state = env.get_state()
@@ -74,7 +74,7 @@ def test_only_what_differs_begins_anew():
     np.testing.assert_array_equal(left[0]["vector"][[0, 2]], right[0]["vector"][[0, 2]])
 
 
-def test_log_sums_go_on_after_a_resume():
+def test_log_sums_continue_after_resume():
     env, other = (make_env("dummy/count", 1, workers=0, length=4) for _ in range(2))
     roll(env, steps=2)
     other.set_state(env.get_state())
@@ -82,15 +82,17 @@ def test_log_sums_go_on_after_a_resume():
     assert [row["log"] for row in rows] == [{}, {0: {"log/steps": 4.0}}]
 
 
-def test_another_number_of_environments_is_refused():
+def test_other_num_envs_raises():
     env = make_env("dummy/count", 2, workers=0)
     env.reset()
-    with pytest.raises(CheckpointError, match=r"has 2 environments and this run has 3.*num_envs=2"):
+    with pytest.raises(
+        CheckpointError, match=r"num_envs=3: the checkpoint has 2 environments; set environment.num_envs=2"
+    ):
         make_env("dummy/count", 3, workers=0).set_state(env.get_state())
 
 
 @pytest.mark.parametrize(("workers", "sticky"), [(0, 0.0), (1, 0.25)])
-def test_a_game_that_a_lost_life_does_not_end_is_resumed_from_its_start(workers, sticky):
+def test_continued_game_resumes_from_its_start(workers, sticky):
     pytest.importorskip("ale_py", reason="extra: atari")
     options = {"life_loss": "end", "sticky": sticky, "size": 24, "full_actions": False, "copy": True}
     actions = np.random.default_rng(3).integers(0, 4, (200, 1))
@@ -104,7 +106,7 @@ def test_a_game_that_a_lost_life_does_not_end_is_resumed_from_its_start(workers,
             rows.append((*env.step(action), env.is_first))
             states.append(env.get_state())
         resets = [step for step, row in enumerate(rows) if row[5][0]]
-        lives = [step for step in resets if states[step]["cuts"][0]]  # of them, those that go on with a game
+        lives = [step for step in resets if states[step]["cuts"][0]]  # resets that continue a game
         assert len(lives) > 1 and len(states[lives[1]]["cuts"][0]) == 2
         other.reset()
         for stop in (
@@ -120,7 +122,7 @@ def test_a_game_that_a_lost_life_does_not_end_is_resumed_from_its_start(workers,
                     np.testing.assert_array_equal(result[place], rows[step][place])
 
 
-def test_an_episode_with_more_actions_than_are_kept_begins_anew():
+def test_episode_beyond_history_limit_restarts():
     said = []
     with make_env(sample_envs.Base, 3, workers=0, history_limit=5) as env:
         env.listen(said.append)
@@ -140,7 +142,7 @@ def test_an_episode_with_more_actions_than_are_kept_begins_anew():
             assert other.get_state()["episode"].tolist() == [1, 1, 1]
 
 
-def test_at_an_end_nothing_has_to_be_kept():
+def test_ended_episode_needs_no_history():
     with make_env("dummy/count", 2, workers=0, length=9, history_limit=4) as env:
         env.listen([].append)
         roll(env, steps=9)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl_lab.environments.vector import FIRST_CAPACITY, ActionHistory
+from rl_lab.environments.vector import INITIAL_CAPACITY, ActionHistory
 from rl_lab.records import ActionSpec
 
 DISCRETE = ActionSpec("discrete", (), choices=(3,))
@@ -12,7 +12,7 @@ CONTINUOUS = ActionSpec("continuous", (2,), low=(-1.0, -1.0), high=(1.0, 1.0))
 def test_against_plain_lists():
     rng = np.random.default_rng(0)
     history, lists = ActionHistory(DISCRETE, 3), [[], [], []]
-    for _ in range(5 * FIRST_CAPACITY):  # far beyond the first capacity for environment 0, which never ends
+    for _ in range(5 * INITIAL_CAPACITY):  # far beyond the first capacity for environment 0, which never ends
         actions = rng.integers(0, 3, 3)
         ignored = np.array([False, rng.random() < 0.1, rng.random() < 0.02])
         history.record(actions, ignored, NO)
@@ -22,15 +22,15 @@ def test_against_plain_lists():
     for env in range(3):
         actions, cuts = history.get(env)
         assert actions.tolist() == lists[env] and cuts == []
-    history.begin(range(3))
+    history.reset(range(3))
     assert history.lengths.tolist() == [0, 0, 0] and len(history.get(0)[0]) == 0
 
 
 @pytest.mark.parametrize(("spec", "dtype"), [(DISCRETE, np.uint8), (CONTINUOUS, np.float32)])
-def test_set_takes_back_what_get_gave(spec, dtype):
+def test_set_restores_get(spec, dtype):
     first, second = ActionHistory(spec, 2), ActionHistory(spec, 2)
     rng = np.random.default_rng(0)
-    for _ in range(FIRST_CAPACITY + 10):
+    for _ in range(INITIAL_CAPACITY + 10):
         first.record(rng.integers(0, 2, (2, *spec.shape)), NO[:2], NO[:2])
     assert first.get(1)[0].dtype == dtype
     second.set(1, *first.get(1))
@@ -41,13 +41,13 @@ def test_set_takes_back_what_get_gave(spec, dtype):
     assert len(second.get(0)[0]) == 1
 
 
-def test_many_choices_need_more_than_a_byte():
+def test_more_than_256_choices():
     history = ActionHistory(ActionSpec("discrete", (), choices=(1000,)), 1)
     history.record(np.array([999]), NO[:1], NO[:1])
     assert history.get(0)[0].tolist() == [999]
 
 
-def test_a_reset_that_continues_a_game_cuts_and_does_not_forget():
+def test_continued_game_keeps_history():
     history = ActionHistory(DISCRETE, 2)
     yes = np.array([True, False])
     for step, (began, continued) in enumerate(
@@ -62,11 +62,11 @@ def test_a_reset_that_continues_a_game_cuts_and_does_not_forget():
     assert history.get(0)[0].tolist() == [] and history.get(0)[1] == [] and history.lengths[1] == 6
 
 
-@pytest.mark.parametrize("limit", [0, 1, 7, FIRST_CAPACITY, 3 * FIRST_CAPACITY])
-def test_no_more_than_the_limit_is_kept(limit):
+@pytest.mark.parametrize("limit", [0, 1, 7, INITIAL_CAPACITY, 3 * INITIAL_CAPACITY])
+def test_limit(limit):
     history = ActionHistory(DISCRETE, 2, limit=limit)
     for step in range(limit + 5):
-        assert history.forgotten.tolist() == [step > limit] * 2 and history.overflown == (step > limit)
+        assert history.forgotten.tolist() == [step > limit] * 2 and history.overflowed == (step > limit)
         if step <= limit:
             assert history.get(0)[0].tolist() == [number % 3 for number in range(step)]
         history.record(np.array([step % 3, 0]), NO[:2], NO[:2])

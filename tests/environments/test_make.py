@@ -10,9 +10,8 @@ import sample_envs
 
 from rl_lab.environments import env_config_options, make_env, probe_spec
 from rl_lab.environments import make as make_module
-from rl_lab.errors import ConfigError, MissingPackageError
+from rl_lab.errors import ConfigError, MissingPackageError, install_line
 from rl_lab.records import ActionSpec, ArraySpec
-from rl_lab.utils.install import install_line
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "gym/CartPole-v1"])
@@ -33,7 +32,7 @@ def test_registered_id_with_and_without_suite(task):
 )
 def test_box2d_and_mujoco_ids(task, package, options, shapes, monkeypatch):
     pytest.importorskip(package)
-    monkeypatch.setenv("MUJOCO_GL", os.environ.get("MUJOCO_GL", ""))  # what is chosen goes with the test
+    monkeypatch.setenv("MUJOCO_GL", os.environ.get("MUJOCO_GL", ""))  # restored after the test
     if "pixels" in options and not (ctypes.util.find_library("EGL") or ctypes.util.find_library("OSMesa")):
         pytest.skip("neither EGL nor OSMesa to draw with")
     with make_env(task, 1, workers=0, **options) as env:
@@ -46,7 +45,7 @@ def test_box2d_and_mujoco_ids(task, package, options, shapes, monkeypatch):
     "task", ["gym:sample_envs:Nested", "sample_envs:Nested", sample_envs.Nested, lambda: sample_envs.Nested()]
 )
 @pytest.mark.parametrize("workers", [0, 2])
-def test_own_class_with_dict_observation_and_multi_discrete_action(task, workers):
+def test_custom_class_with_dict_observation(task, workers):
     with make_env(task, 2, workers=workers) as env:
         assert {key: (spec.shape, spec.dtype) for key, spec in env.spec.observations.items()} == {
             "camera": ((3, 6, 8), "uint8"),
@@ -61,7 +60,7 @@ def test_own_class_with_dict_observation_and_multi_discrete_action(task, workers
         np.testing.assert_allclose(obs["body_speed"], [[0.1, 1.0], [0.3, 1.1]], rtol=1e-6)
 
 
-def test_a_module_beside_the_user(tmp_path, monkeypatch):
+def test_module_in_current_folder(tmp_path, monkeypatch):
     code = "import gymnasium\nfrom sample_envs import Base\n"
     (tmp_path / "my_own_env.py").write_text(
         code + "gymnasium.register('Mine-v3', entry_point='my_own_env:Base')\n"
@@ -82,11 +81,11 @@ def test_options_reach_the_factory():
         env.reset()
         assert env.step([0])[1].tolist() == [2.5]
     assert probe_spec(sample_envs.Nested, height=12).observations["camera"].shape == (3, 12, 8)
-    with pytest.raises(ConfigError, match=r"Nested does not take one of \['depth'\].*depth"):
+    with pytest.raises(ConfigError, match=r"Nested does not accept one of \['depth'\].*depth"):
         make_env(sample_envs.Nested, depth=1)
 
 
-def test_images_pixels_and_chosen_observations():
+def test_image_size_pixels_and_observations():
     spec = probe_spec(sample_envs.Nested, size=(4, 5), observations=["camera"])
     assert spec.observations == {"camera": ArraySpec((3, 4, 5), "uint8")}
     spec = probe_spec("dummy/discrete", pixels=True, size=16)
@@ -96,14 +95,14 @@ def test_images_pixels_and_chosen_observations():
         assert obs["image"].shape == (2, 3, 20, 24) and obs["vector"].shape == (2, 3)
 
 
-def test_time_limit_replaces_the_registered_one():
+def test_time_limit_replaces_registered_limit():
     pytest.importorskip("pygame", reason="Gymnasium's classic control")
     lengths = {}
     for limit in (None, 50, 210):
         with make_env("Pendulum-v1", 1, time_limit=limit, action_repeat=2) as env:
             env.reset()
             lengths[limit] = next(n for n in range(1, 300) if env.step(np.zeros((1, 1)))[3][0])
-    assert lengths == {None: 100, 50: 50, 210: 210}  # its own 200 count frames, ours count decisions
+    assert lengths == {None: 100, 50: 50, 210: 210}  # the registered 200 counts frames, ours counts decisions
 
 
 @pytest.mark.parametrize(
@@ -114,16 +113,16 @@ def test_time_limit_replaces_the_registered_one():
         ("dumy/discrete", "no suite 'dumy'.*Did you mean 'dummy/discrete'"),
         ("no_such_module:Env", "cannot import 'no_such_module'.*no_such_module.py"),
         ("sample_envs:Nestd", "'sample_envs' has no environment 'Nestd'. Did you mean 'Nested'"),
-        ("sample_envs:not_an_environment", "gave a dict, not a gymnasium.Env"),
+        ("sample_envs:not_an_environment", "returned a dict: it must return a gymnasium.Env"),
     ],
 )
-def test_unknown_tasks_name_the_nearest(task, message):
+def test_unknown_task_suggests_closest(task, message):
     with pytest.raises(ConfigError, match=message) as caught:
         make_env(task)
     assert "\n" not in str(caught.value)
 
 
-def test_missing_packages_name_the_line_that_installs_them(tmp_path, monkeypatch):
+def test_missing_package_has_install_line(tmp_path, monkeypatch):
     (tmp_path / "adapter_without_package.py").write_text(
         "EXTRA = 'atari'\ndef make(task, *, render):\n    import package_that_is_not_there\n"
     )
@@ -146,8 +145,8 @@ def test_missing_packages_name_the_line_that_installs_them(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("extra", ["", "EXTRA = ''\n"])
-def test_a_module_of_no_extra_is_not_taken_for_a_package(extra, tmp_path, monkeypatch):
-    """`pip install cv2` fails or fetches something else: the package is opencv-python."""
+def test_missing_module_without_extra(extra, tmp_path, monkeypatch):
+    """`pip install cv2` would be wrong: the package is called opencv-python."""
     (tmp_path / "adapter_of_others.py").write_text(
         extra + "def make(task, *, render):\n    import cv2_that_is_not_there.data\n"
     )
@@ -162,12 +161,12 @@ def test_a_module_of_no_extra_is_not_taken_for_a_package(extra, tmp_path, monkey
         with pytest.raises(MissingPackageError) as caught:
             make_env(task)
         assert str(caught.value) == (
-            f"{name} cannot be loaded, no module named 'cv2_that_is_not_there': "
+            f"{name} cannot be loaded: there is no module 'cv2_that_is_not_there', "
             "install the package that provides it"
         )
 
 
-def test_another_packages_suite_and_an_adapter_with_its_own_wrapping(tmp_path, monkeypatch):
+def test_suite_of_other_package(tmp_path, monkeypatch):
     (tmp_path / "their_suite.py").write_text(
         "from rl_lab.environments.suites.dummy import Count\n"
         "HANDLES = {'action_repeat'}\n"
@@ -184,7 +183,7 @@ def test_another_packages_suite_and_an_adapter_with_its_own_wrapping(tmp_path, m
     assert make_module.suites()["their"] == "their_suite"
     with make_env("their/any", 1, action_repeat=4) as env:
         env.reset()
-        assert env.spec.action_repeat == 4 and env.step([0])[1][0] == 1.0  # no second repeat around it
+        assert env.spec.action_repeat == 4 and env.step([0])[1][0] == 1.0  # no additional ActionRepeat
 
 
 @pytest.mark.parametrize(
@@ -199,12 +198,12 @@ def test_another_packages_suite_and_an_adapter_with_its_own_wrapping(tmp_path, m
         {"pixels": "maybe"},
     ],
 )
-def test_impossible_settings_are_refused(options):
+def test_invalid_settings_raise(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         make_env("dummy/discrete", **options)
 
 
-def test_config_node_to_keywords():
+def test_config_node_to_arguments():
     node = {"task": "dummy/discrete", "num_envs": 4, "size": [8, 8], "eval": {"num_envs": 2, "time_limit": 3}}
     assert env_config_options(node) == {"task": "dummy/discrete", "num_envs": 4, "size": [8, 8]}
     assert env_config_options(node, evaluation=True) == {

@@ -1,4 +1,4 @@
-"""What is missing is said in one line, with what to do: a package, something to draw with, a task's right name."""
+"""One-line messages for a missing package, a missing rendering backend and an unknown task."""
 
 import ctypes.util
 import sys
@@ -10,7 +10,7 @@ from rl_lab.environments import make as make_module
 from rl_lab.environments import probe_spec
 from rl_lab.errors import ConfigError, LabError, MissingPackageError
 
-# What importing fails on first, where it is not the suite's own package.
+# The first import that fails, if it is not the package of the suite.
 IMPORTED = {"memory_maze/9x9": "gym", "carracing/continuous": "envpool"}
 MISSING = {
     task: IMPORTED.get(task, PACKAGES[suite_of(task)])
@@ -37,12 +37,12 @@ def _nothing_is_remembered(monkeypatch):
 
 
 @pytest.mark.parametrize("task", MISSING)
-def test_a_missing_package_has_its_install_line(task, monkeypatch):
+def test_missing_package_has_install_line(task, monkeypatch):
     gone = MISSING[task]
     known = (gone + ".", "gymnasium.envs.box2d")
     for module in [name for name in sys.modules if name == gone or name.startswith(known)]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, gone, None)  # what importing then raises is ModuleNotFoundError
+    monkeypatch.setitem(sys.modules, gone, None)  # its import raises ModuleNotFoundError
     monkeypatch.setenv("MUJOCO_GL", "egl")
     with pytest.raises(MissingPackageError, match=r"pip install -e '[^']+\[[\w-]+\]'") as caught:
         probe_spec(task, **CASES[task])
@@ -51,7 +51,7 @@ def test_a_missing_package_has_its_install_line(task, monkeypatch):
 
 
 @pytest.mark.parametrize("task", WRONG)
-def test_an_unknown_task_has_the_closest_names(task):
+def test_unknown_task_has_closest_names(task):
     if PACKAGES[suite_of(task)]:
         pytest.importorskip(PACKAGES[suite_of(task)])
     with pytest.raises(ConfigError, match=f"Did you mean .*'{WRONG[task]}") as caught:
@@ -67,7 +67,7 @@ def test_an_unknown_task_has_the_closest_names(task):
         ("memory_maze/9x9", {}),
     ],
 )
-def test_nothing_to_draw_with(task, options, monkeypatch):
+def test_no_rendering_backend(task, options, monkeypatch):
     needs("dmc/reacher_easy")
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
     monkeypatch.delenv("DISPLAY", raising=False)

@@ -1,4 +1,4 @@
-"""Several tasks behind one door."""
+"""Several tasks in one environment."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def rollout(env, steps, action=0.5):
     return seen
 
 
-def test_one_shape_for_all():
+def test_common_shapes():
     spec = probe_spec("multitask/several", **TASKS)
     assert {name: item.shape for name, item in spec.observations.items()} == {
         "vector": (3,),
@@ -29,7 +29,7 @@ def test_one_shape_for_all():
     assert spec.action.kind == "continuous" and spec.action.shape == (2,)
 
 
-def test_episodes_play_tasks_by_their_seed():
+def test_seed_selects_task():
     with make_env("multitask/several", 6, workers=0, seed=1, time_limit=4, **TASKS) as env:
         seen = rollout(env, 20)
     tasks = np.stack([obs["task"].argmax(-1) for obs in seen])  # (21, 6)
@@ -43,7 +43,7 @@ def test_episodes_play_tasks_by_their_seed():
         assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
-def test_returns_are_told_by_task():
+def test_returns_are_logged_by_task():
     with make_env("multitask/several", 4, workers=0, seed=0, time_limit=3, **TASKS) as env:
         env.reset()
         logs = {}
@@ -55,7 +55,7 @@ def test_returns_are_told_by_task():
     assert logs["log/return_Pendulum-v1"] < 0
 
 
-def test_an_open_episode_is_resumed_exactly():
+def test_open_episode_resumes_exactly():
     options = {"workers": 0, "seed": 3, "time_limit": 5, **TASKS}
     with make_env("multitask/several", 3, **options) as env:
         rollout(env, 7)

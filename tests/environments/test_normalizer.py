@@ -1,4 +1,4 @@
-"""Observation statistics: right, resumable, and frozen where they are lent."""
+"""Observation statistics: correct, resumable, and frozen in evaluation."""
 
 import io
 
@@ -28,7 +28,7 @@ def batches(rng, sizes):
         }
 
 
-def test_against_the_mean_and_variance_of_everything():
+def test_matches_mean_and_variance_of_all_rows():
     normalizer = ObservationNormalizer(SPEC, clip=None)
     seen = list(batches(np.random.default_rng(0), [1, 1, 8, 3, 8, 200]))
     for batch in seen:
@@ -43,11 +43,11 @@ def test_against_the_mean_and_variance_of_everything():
         got = normalizer(together)[name]
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
         assert got.dtype == np.float32
-    assert not normalizer(together)["vector"][:, 2].any()  # a number that never changes becomes 0
+    assert not normalizer(together)["vector"][:, 2].any()  # a constant value becomes 0
     assert normalizer(seen[0])["image"] is seen[0]["image"]
 
 
-def test_clip_freeze_and_rows_that_do_not_count():
+def test_clip_frozen_and_row_mask():
     normalizer = ObservationNormalizer(SPEC, clip=1.5)
     one, two = batches(np.random.default_rng(1), [50, 50])
     normalizer.update(one, np.arange(50) < 20)
@@ -59,7 +59,7 @@ def test_clip_freeze_and_rows_that_do_not_count():
     assert normalizer.count == 20
 
 
-def test_state_comes_back_to_the_last_bit_and_must_fit():
+def test_state_is_exact_and_checked():
     normalizer, copy = ObservationNormalizer(SPEC), ObservationNormalizer(SPEC)
     one, two = batches(np.random.default_rng(1), [5, 7])
     normalizer.update(one)
@@ -77,7 +77,7 @@ def test_state_comes_back_to_the_last_bit_and_must_fit():
 
 @pytest.mark.parametrize(("workers", "new_workers"), [(0, 0), (2, 0)])
 @pytest.mark.parametrize("copy", [True, False])
-def test_in_the_vector_environment_and_resumed(workers, new_workers, copy):
+def test_vector_environment_and_resume(workers, new_workers, copy):
     options = {"num_envs": 3, "copy": copy, "normalize_observations": True}
     with (
         make_env("dummy/dict", workers=0, num_envs=3, seed=2) as plain,
@@ -124,15 +124,15 @@ def _actions(env, step, seed=3):
     return actions
 
 
-def test_a_run_with_statistics_is_not_resumed_without():
+def test_resume_needs_same_setting():
     with (
         make_env("dummy/count", 1, workers=0, normalize_observations=True) as env,
         make_env("dummy/count", 1) as other,
     ):
         env.reset(), other.reset()
-        with pytest.raises(CheckpointError, match="normalize_observations=true"):
+        with pytest.raises(CheckpointError, match="normalize_observations must be true"):
             other.set_state(env.get_state())
-        with pytest.raises(CheckpointError, match="normalize_observations=false"):
+        with pytest.raises(CheckpointError, match="normalize_observations must be false"):
             env.set_state(other.get_state())
 
 

@@ -10,7 +10,7 @@ from gymnasium.utils.env_checker import check_env
 
 from rl_lab.environments import make_env
 
-# Enough to see every part of the page's command at work once.
+# Enough steps to execute every part of the page's command once.
 SHORTER = [
     "training.total_timesteps=80",
     "training.evaluate.every_env_steps=null",
@@ -30,7 +30,7 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_it_is_a_proper_environment(project, monkeypatch):
+def test_passes_environment_checker(project, monkeypatch):
     monkeypatch.syspath_prepend(project)
     import my_env
 
@@ -45,10 +45,10 @@ def test_it_is_a_proper_environment(project, monkeypatch):
         for _ in range(20):
             *_, infos = env.step(env.action_space.sample())
         assert set(infos["log"]) == {0, 1} and "log/both_right" in infos["log"][0]
-        assert env.render().shape == (16, 16, 3)
+        assert env.frame().shape == (16, 16, 3)
 
 
-def test_it_trains_from_the_command_line(project):
+def test_trains_from_command_line(project):
     (words,) = re.findall(r"^rl-lab (train .*Orchard.*)$", PAGE.read_text(), re.M)
     done = subprocess.run(
         [sys.executable, "-m", "rl_lab", *words.split(), *SHORTER, "run_dir=run"],

@@ -1,4 +1,4 @@
-"""A random agent's scores beside the published ones; benchmarks/random_scores.py has the protocol and its sources.
+"""Scores of a random agent compared with the published ones; benchmarks/random_scores.py has the protocol and its sources.
 
 Two standard errors of our mean of 30 games is the bar. Seeds are fixed, so these are the numbers of
 docs/results/random_scores.json again, and change only with the environments.
@@ -26,7 +26,7 @@ def bench():
 
 @pytest.mark.learning
 @pytest.mark.parametrize("game", ["pong", pytest.param("breakout", marks=BREAKOUT), "boxing"])
-def test_random_agent_scores_as_published(bench, game):
+def test_random_agent_matches_published_scores(bench, game):
     pytest.importorskip("ale_py", reason="extra: atari")
     (row,) = bench.measure(game, episodes=30, seed=0)
     print(f"{game}: {row['value']:.2f} ± {row['standard_error']:.2f}, published {row['published']}")
@@ -43,7 +43,7 @@ def test_random_agent_in_crafter(bench):
     assert 0.8 < score["value"] < 2.6
 
 
-def test_a_quick_run_has_every_row(bench, monkeypatch):
+def test_quick_run_has_every_row(bench, monkeypatch):
     """Returns and logs go through as they are; games of short episodes do not count more often."""
     returns, logs = bench.random_episodes("dummy/count", 9, seed=1, workers=0, length=3)
     assert returns.tolist() == [6.0] * 9 and all(log["log/steps"] == 3.0 for log in logs)
@@ -51,7 +51,7 @@ def test_a_quick_run_has_every_row(bench, monkeypatch):
     assert row["value"] == 7.0 and row["standard_error"] == pytest.approx(1.0) and row["within_two"]
 
 
-def test_the_kept_result_is_of_this_protocol(bench):
+def test_stored_result_matches_protocol(bench):
     kept = json.loads(KEPT.read_text())
     rows = {row["name"].removeprefix("random_scores/"): row for row in kept["rows"]}
     assert {game: rows[game]["published"] for game in bench.PUBLISHED} == bench.PUBLISHED

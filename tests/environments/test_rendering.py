@@ -1,4 +1,4 @@
-"""What MuJoCo draws with: chosen before it is read, and without a clash of two LLVMs."""
+"""MuJoCo's rendering backend: set before import, and Triton imported before Mesa."""
 
 import ctypes.util
 import multiprocessing
@@ -14,7 +14,7 @@ from rl_lab.errors import LabError
 @pytest.mark.parametrize(
     ("libraries", "chosen"), [({"EGL", "OSMesa"}, "egl"), ({"OSMesa"}, "osmesa"), (set(), "disable")]
 )
-def test_renderer_is_chosen_before_it_is_read(libraries, chosen, monkeypatch):
+def test_renderer_is_set_before_import(libraries, chosen, monkeypatch):
     pytest.importorskip("dm_control", reason="extra: dmc")
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: name if name in libraries else None)
     monkeypatch.delenv("DISPLAY", raising=False)
@@ -31,7 +31,7 @@ def test_renderer_is_chosen_before_it_is_read(libraries, chosen, monkeypatch):
     ("worker", "torch", "loaded"),
     [(False, True, True), (False, False, True), (True, True, True), (True, False, False)],
 )
-def test_triton_comes_before_mesa_where_torch_may_follow(worker, torch, loaded, monkeypatch, tmp_path):
+def test_triton_is_imported_before_mesa(worker, torch, loaded, monkeypatch, tmp_path):
     """After Mesa's LLVM, importing Triton (which torch does) ends the process with a segmentation fault."""
     (tmp_path / "triton.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)

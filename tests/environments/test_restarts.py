@@ -1,4 +1,4 @@
-"""Environments that raise, die or hang are made again: what is stored of it, what is said, and when it is the end."""
+"""Restarts of environments that raise, die or hang: stored rows, messages, and the limit."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def fails(workers, num_envs=3, **options):
 
 
 def roll(env, plan, steps=14):
-    """Rows of some steps: `plan` is {step: actions}, else nobody does anything."""
+    """Return the rows of some steps; `plan` is {step: actions}, other steps use no-op actions."""
     rows = []
     for step in range(steps):
         actions = np.array(plan.get(step, [NOTHING] * env.num_envs))
@@ -45,20 +45,20 @@ def same(one, two, envs=slice(None)):
     [
         (0, RAISE, [1], "environment 1 raised ValueError: the wheel came off"),
         (2, RAISE, [1], "environment 1 raised ValueError: the wheel came off"),
-        (0, HALF, [1], f"environment 1 gave an unusable row: {TOO_SHORT}"),
-        (2, HALF, [1], f"environment 1 gave an unusable row: {TOO_SHORT}"),
+        (0, HALF, [1], f"environment 1 returned an unusable row: {TOO_SHORT}"),
+        (2, HALF, [1], f"environment 1 returned an unusable row: {TOO_SHORT}"),
         (2, DIE, [0, 1], "the worker of environments 0 to 1 was killed by SIGKILL"),
         (3, DIE, [1], "environment 1 was killed by SIGKILL"),
-        (2, HANG, [0, 1], "the worker of environments 0 to 1 gave no answer for 0.3 s"),
+        (2, HANG, [0, 1], "the worker of environments 0 to 1 did not answer for 0.3 s"),
     ],
 )
-def test_the_open_episode_ends_truncated_and_the_next_begins(workers, action, lost, why):
+def test_failure_truncates_open_episode(workers, action, lost, why):
     with fails(0) as whole, fails(workers, timeout=0.3 if action == HANG else 30.0) as env:
         whole.reset(), env.reset()
         unbroken, rows = roll(whole, {}), roll(env, {3: [NOTHING, action, NOTHING]})
         others = [index for index in range(3) if index not in lost]
         for one, two in zip(unbroken, rows):
-            same(one, two, others)  # nobody else notices
+            same(one, two, others)  # other environments are not affected
         before, closed, first, after = rows[2:6]
         assert closed["closed"] == set(lost) and not before["closed"] | first["closed"]
         for index in lost:
@@ -68,7 +68,7 @@ def test_the_open_episode_ends_truncated_and_the_next_begins(workers, action, lo
             assert closed["reward"][index] == 0 and not closed["is_first"][index]
             assert first["is_first"][index] and first["count"][index] == 0 and not first["truncated"][index]
             assert after["count"][index] == 1 and after["reward"][index] == 1
-            # The seed is that of the next episode, as if this one had ended by itself.
+            # The seed is that of the next episode, as after a regular end.
             np.testing.assert_array_equal(first["draw"][index], unbroken[9]["draw"][index])
         assert env.restarts == 1 and len(env.said) == 1 and env.said[0].startswith(why)
         assert "restart 1; 1 of 10 in the last 10 min" in env.said[0]
@@ -76,7 +76,7 @@ def test_the_open_episode_ends_truncated_and_the_next_begins(workers, action, lo
         assert env.get_state()["restarts"] == {"raised": 0, "died": 0, "hung": 0} | {kind: 1}
 
 
-def test_a_failure_does_not_depend_on_the_number_of_workers():
+def test_failures_do_not_depend_on_workers():
     plan = {2: [RAISE, 0, 0], 3: [0, 0, HALF], 7: [RAISE, RAISE, 0]}
     rolls = []
     for workers in (0, 1, 3):
@@ -89,7 +89,7 @@ def test_a_failure_does_not_depend_on_the_number_of_workers():
             same(one, two)
 
 
-def test_a_worker_killed_from_outside_or_stopped():
+def test_killed_and_stopped_workers_are_replaced():
     with fails(3, timeout=0.5) as env:
         env.reset()
         roll(env, {}, 2)
@@ -103,17 +103,17 @@ def test_a_worker_killed_from_outside_or_stopped():
         assert now[1] == before[1] and now[0] != before[0] and now[2] != before[2]
         assert [line.split(":")[0] for line in env.said] == [
             "environment 0 was killed by SIGKILL",
-            "environment 2 gave no answer for 0.5 s",
+            "environment 2 did not answer for 0.5 s",
         ]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_environment_that_cannot_begin_tries_other_seeds(workers):
+def test_failed_reset_tries_next_seed(workers):
     with fails(workers, bad_seeds=3, restarts={"limit": 100}) as env:
         env.reset()
         rows = roll(env, {}, 40)
         firsts = [row["is_first"] for row in rows]
-        assert sum(flags.sum() for flags in firsts) == 12  # every tenth step, whatever it took
+        assert sum(flags.sum() for flags in firsts) == 12  # every tenth step, independent of failed attempts
         assert env.restarts > 3 and not any(row["closed"] for row in rows)
         assert env.get_state()["episode"].sum() == 12 + env.restarts
         assert all(
@@ -123,7 +123,7 @@ def test_an_environment_that_cannot_begin_tries_other_seeds(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_cannot_begin_any_more_stops_the_run_where_it_can_go_on_later(workers, tmp_path):
+def test_failed_resets_stop_run_and_allow_resume(workers, tmp_path):
     mark = tmp_path / "mark"
     options = {"workers": workers, "seed": 4, "mark": str(mark), "restarts": {"limit": 3}}
     with (
@@ -149,7 +149,7 @@ def test_what_cannot_begin_any_more_stops_the_run_where_it_can_go_on_later(worke
         assert other.get_state()["episode"].tolist() == [0, 4, 0] and other.restarts == 3
 
 
-def test_a_storm_of_failures_stops_and_says_what_happened():
+def test_too_many_failures_stop_run():
     with fails(2, restarts={"limit": 2, "minutes": 5}) as env:
         env.reset()
         rows = roll(env, {0: [RAISE, 0, 0], 2: [0, 0, DIE], 4: [0, 0, RAISE]}, 5)
@@ -162,33 +162,33 @@ def test_a_storm_of_failures_stops_and_says_what_happened():
         assert env.get_state()["last"]["truncated"].tolist() == [False, False, True]
 
 
-def test_only_recent_failures_count_for_the_limit():
+def test_limit_counts_only_recent_failures():
     now = [0.0]
     log = FaultLog(RestartLimit(limit=3, minutes=1.0), clock=lambda: now[0])
-    log.say = lambda message: None
+    log.report = lambda message: None
     for _ in range(20):
         now[0] += 20.1
-        log.note("raised", "environment 0", "raised")
+        log.record("raised", "environment 0", "raised")
     assert log.failure is None and log.total == 20
     now[0] += 20.1
-    log.note("died", "environment 0", "died")
+    log.record("died", "environment 0", "died")
     assert log.failure is None
-    log.note("hung", "environment 0", "hung")
+    log.record("hung", "environment 0", "hung")
     assert log.failure is not None and log.counts == {"raised": 20, "died": 1, "hung": 0}
     copy = FaultLog(RestartLimit())
     copy.set_state(log.get_state())
     assert copy.total == 21 and copy.failure is None
     endless = FaultLog(RestartLimit(limit=None))
-    endless.say = log.say
+    endless.report = log.report
     for attempt in range(1, 101):
-        endless.note("raised", "environment 0", "raised", in_a_row=attempt)
+        endless.record("raised", "environment 0", "raised", consecutive=attempt)
     assert endless.failure is None
-    endless.note("raised", "environment 0", "raised", in_a_row=101)
-    assert "began no episode in 101 attempts" in str(endless.failure)
+    endless.record("raised", "environment 0", "raised", consecutive=101)
+    assert "could not start an episode in 101 attempts" in str(endless.failure)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_first_reset_is_no_place_for_patience_unless_it_is_trusted(workers, tmp_path):
+def test_first_reset_raises_unless_trusted(workers, tmp_path):
     mark = tmp_path / "mark"
     mark.touch()
     options = {"workers": workers, "mark": str(mark), "restarts": {"limit": 2}}
@@ -204,7 +204,7 @@ def test_the_first_reset_is_no_place_for_patience_unless_it_is_trusted(workers, 
 
 
 @pytest.mark.parametrize(("workers", "new_workers"), [(0, 0), (2, 2), (0, 3)])
-def test_going_on_after_failures_equals_not_having_stopped(workers, new_workers):
+def test_resume_after_failures_is_exact(workers, new_workers):
     plan = {1: [RAISE, 0, 0], 4: [0, HALF, RAISE], 5: [0, 0, RAISE]}
     with fails(workers) as env, fails(new_workers) as other:
         env.reset()
@@ -222,22 +222,22 @@ def test_going_on_after_failures_equals_not_having_stopped(workers, new_workers)
             assert one["closed"] == two["closed"]
 
 
-def test_a_death_in_a_second_attempt_keeps_the_rows_that_had_come(monkeypatch):
+def test_death_during_retry_keeps_received_rows(monkeypatch):
     with fails(1) as env:
         env.reset()
         roll(env, {2: [NOTHING, RAISE, NOTHING]}, 3)
-        crew = env.crew
-        ask, answer = crew._send_reset, crew.workers[0].receive
+        pool = env.pool
+        send_reset, receive = pool._send_reset, pool.workers[0].receive
 
-        def ask_the_dead(envs, options):
+        def kill_and_send(envs, options):
             monkeypatch.undo()
             os.kill(env.worker_pids()[0], signal.SIGKILL)
-            return ask(envs, options)
+            return send_reset(envs, options)
 
-        # Environment 1 fails to begin; while it tries again, the process of all three goes down.
+        # The reset of environment 1 fails; during its retry the process of all three dies.
         faults = {"faults": {1: "RuntimeError: no"}}
-        monkeypatch.setattr(crew.workers[0], "receive", lambda timeout=None: answer(timeout) | faults)
-        monkeypatch.setattr(crew, "_send_reset", ask_the_dead)
+        monkeypatch.setattr(pool.workers[0], "receive", lambda timeout=None: receive(timeout) | faults)
+        monkeypatch.setattr(pool, "_send_reset", kill_and_send)
         rows = roll(env, {}, 3)
         assert rows[0]["count"].ravel().tolist() == [4, 0, 4] and rows[0]["reward"].tolist() == [1, 0, 1]
         assert rows[0]["truncated"].tolist() == [True, False, True] and rows[0]["closed"] == {0, 2}
@@ -245,14 +245,14 @@ def test_a_death_in_a_second_attempt_keeps_the_rows_that_had_come(monkeypatch):
         assert rows[2]["count"].ravel().tolist() == [1, 2, 1] and env.restarts == 3
 
 
-def test_without_new_processes_the_run_stops_where_it_can_be_saved(monkeypatch):
+def test_run_can_be_saved_if_no_process_starts(monkeypatch):
     with fails(2) as env:
         env.reset()
 
         def no_process(*args, **kwargs):
             raise BlockingIOError("Resource temporarily unavailable")
 
-        monkeypatch.setattr(env.crew, "_make_worker", no_process)
+        monkeypatch.setattr(env.pool, "_make_worker", no_process)
         rows = roll(env, {0: [0, DIE, 0]}, 1)
         assert rows[0]["closed"] == {0, 1} and env.get_state()["last"]["truncated"].tolist() == [
             True,
@@ -265,7 +265,7 @@ def test_without_new_processes_the_run_stops_where_it_can_be_saved(monkeypatch):
             env.step(np.zeros(3, np.int64))
 
 
-def test_failures_are_warnings_where_nobody_listens():
+def test_failures_are_warnings_by_default():
     env = make_env(sample_envs.Fails, 1, workers=0)
     env.reset()
     with pytest.warns(RuntimeWarning, match="environment 0 raised ValueError: the wheel came off"):
@@ -275,16 +275,16 @@ def test_failures_are_warnings_where_nobody_listens():
         env.step(np.array([NOTHING]))
 
 
-def test_render_after_a_failure_shows_the_last_frame():
+def test_render_after_failure_returns_last_frame():
     with make_env("dummy/discrete", 1, workers=1, render=True) as env:
         env.listen([].append)
         env.reset()
-        frame = env.render()
+        frame = env.frame()
         os.kill(env.worker_pids()[0], signal.SIGKILL)
         env.step(np.zeros(1, np.int64))
-        np.testing.assert_array_equal(env.render(), frame)
+        np.testing.assert_array_equal(env.frame(), frame)
         env.step(np.zeros(1, np.int64))
-        assert env.render().shape == frame.shape
+        assert env.frame().shape == frame.shape
 
 
 def test_settings_are_checked():
@@ -298,7 +298,7 @@ def test_settings_are_checked():
     assert RestartLimit.from_config({"limit": None}).limit is None
 
 
-def test_a_restart_is_quick():
+def test_restart_is_fast():
     with fails(2) as env:
         env.reset()
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Rows that are not finite numbers, and sys.exit(), are faults of an environment; no such value goes any further."""
+"""Unusable rows and sys.exit() are faults of an environment; unusable values are never returned."""
 
 import sys
 
@@ -9,15 +9,15 @@ import sample_envs
 from rl_lab.environments import make_env
 from rl_lab.environments.env_runner import EnvRunner, StepArrays
 from rl_lab.environments.make import env_factory
-from rl_lab.environments.spec import UnusableRow, finite_number, flag, shaped_array, spec_of, whole_array
+from rl_lab.environments.spec import UnusableRow, finite_number, flag, integer_array, shaped_array, spec_of
 from rl_lab.environments.wrappers import ActionRepeat
 from rl_lab.errors import ConfigError, EnvironmentFaultError, LabError
 
 NUMBER = {name: index for index, name in enumerate(sample_envs.Spoils.TROUBLES)}
 NOT_FINITE = "observation 'position' has NaN or infinity"
-NOT_REAL = "observation 'position' has dtype {}, which is not of real numbers"
-NOT_BYTES = "observation 'camera' has numbers that are not within 0 to 255"
-NOT_NUMBER = "reward is {}, not a finite float32 number"
+NOT_REAL = "observation 'position' has dtype {}, not bool, integer or float"
+NOT_BYTES = "observation 'camera' has values outside 0 to 255"
+NOT_NUMBER = "reward is {}, not a finite float32 value"
 TEXTS = {
     "position nan": NOT_FINITE,
     "position infinite": NOT_FINITE,
@@ -49,14 +49,14 @@ def spoils(num_envs=2, **options):
 
 
 def act(env, *troubles):
-    """One step; a row of everything that came."""
+    """Step once; return the row and the infos."""
     obs, reward, terminated, truncated, infos = env.step(np.array([NUMBER[name] for name in troubles]))
     return {**obs, "reward": reward, "terminated": terminated, "truncated": truncated}, infos
 
 
 @quiet_casts
 @pytest.mark.parametrize("workers", [0, 1])
-def test_every_unusable_row_restarts_its_environment_and_is_seen_by_nobody(workers):
+def test_unusable_row_restarts_and_is_not_returned(workers):
     with spoils(workers=workers, normalize_observations=True) as env:
         env.reset()
         counted = 2
@@ -66,10 +66,10 @@ def test_every_unusable_row_restarts_its_environment_and_is_seen_by_nobody(worke
             row, infos = act(env, "fine", trouble)
             assert set(infos["closed"]) == {1} and row["truncated"][1] and not row["terminated"][1]
             assert row["reward"][1] == 0.0
-            for half in env.crew.arrays.halves:
-                assert np.isfinite(half["position"]).all() and (half["camera"] == 7).all()
-                assert (half["position"][1] == 2).any()  # what it showed last
-            wanted = f"environment 1 gave an unusable row: {text}"
+            for buffer in env.pool.arrays.buffers:
+                assert np.isfinite(buffer["position"]).all() and (buffer["camera"] == 7).all()
+                assert (buffer["position"][1] == 2).any()  # its last observation
+            wanted = f"environment 1 returned an unusable row: {text}"
             assert env.said[-1].startswith(wanted) and " at step 3 of the episode: restarted" in env.said[-1]
             assert np.isfinite(row["position"]).all() and np.isfinite(before["reward"]).all()
             first, infos = act(env, "fine", "fine")
@@ -81,7 +81,7 @@ def test_every_unusable_row_restarts_its_environment_and_is_seen_by_nobody(worke
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_unusable_reset_tries_the_next_seed(workers):
+def test_unusable_reset_tries_next_seed(workers):
     with spoils(workers=workers, bad_reset="nan") as env:
         env.reset()
         rows = [act(env, "fine", "fine")[0] for _ in range(60)]
@@ -89,17 +89,18 @@ def test_an_unusable_reset_tries_the_next_seed(workers):
         assert env.restarts > 2 and env.restarts == len(env.said)
         for line in env.said:
             assert (
-                f"gave an unusable row: {NOT_FINITE} at the reset of the episode: it tries a new seed" in line
+                f"returned an unusable row: {NOT_FINITE} at the reset of the episode: it tries a new seed"
+                in line
             )
 
 
-def test_an_unusable_first_reset_stops_at_once(monkeypatch):
+def test_unusable_first_reset_raises(monkeypatch):
     monkeypatch.setattr(sample_envs.Spoils, "observe", lambda env: {"position": env.POSITIONS["nan"]})
-    with pytest.raises(LabError, match=f"^environment 0 gave an unusable row: {NOT_FINITE} at the reset"):
+    with pytest.raises(LabError, match=f"^environment 0 returned an unusable row: {NOT_FINITE} at the reset"):
         make_env(sample_envs.Spoils, 1, workers=0, observations=["position"]).reset()
 
 
-def test_too_many_unusable_rows_stop_the_run():
+def test_too_many_unusable_rows_stop_run():
     with spoils(workers=0, restarts={"limit": 1}) as env:
         env.reset()
         for _ in range(3):  # a fault, the reset after it, a fault
@@ -110,7 +111,7 @@ def test_too_many_unusable_rows_stop_the_run():
             act(env, "fine", "fine")
 
 
-def test_an_unusable_row_is_not_written_even_for_a_moment():
+def test_unusable_row_is_not_written():
     factory = env_factory(sample_envs.Spoils)
     arrays = StepArrays(spec_of(factory(), "spoils"), 1)
     for trouble in TEXTS:
@@ -126,7 +127,7 @@ def test_an_unusable_row_is_not_written_even_for_a_moment():
 
 @quiet_casts
 @pytest.mark.parametrize("workers", [0, 1])
-def test_going_on_after_unusable_rows_equals_not_having_stopped(workers):
+def test_resume_after_unusable_rows_is_exact(workers):
     plan = {1: ("position nan", "fine"), 3: ("fine", "reward None"), 4: ("camera 300", "fine")}
     with spoils(workers=workers) as env, spoils(workers=0) as other:
         env.reset(), other.reset()
@@ -137,7 +138,7 @@ def test_going_on_after_unusable_rows_equals_not_having_stopped(workers):
         assert other.restarts == env.restarts == 3
 
 
-def test_a_log_value_that_is_not_finite_is_left_out():
+def test_non_finite_log_value_is_ignored():
     with spoils(num_envs=1, workers=0) as env:
         env.reset()
         for step in range(9):
@@ -150,7 +151,7 @@ def test_a_log_value_that_is_not_finite_is_left_out():
         assert infos["log"][0] == {"log/good": 18.0, "log/odd": 6.0}
 
 
-def test_a_wrapper_does_not_hide_an_infinite_reward():
+def test_wrapper_does_not_hide_infinite_reward():
     for options in (
         {"wrappers": {"reward_clip": 1.0}},
         {"wrappers": {"reward_sign": True}},
@@ -163,7 +164,7 @@ def test_a_wrapper_does_not_hide_an_infinite_reward():
                 assert TEXTS[trouble] in infos["closed"][0]
 
 
-def test_what_numbers_may_look_like():
+def test_accepted_rewards_flags_and_arrays():
     for value in (1, 1.0, True, np.float16(1), np.float64(1), np.array(1), np.array([1.0], np.float32)):
         assert finite_number("reward", value) == 1.0 and type(finite_number("reward", value)) is float
     for value in (
@@ -181,18 +182,18 @@ def test_what_numbers_may_look_like():
         with pytest.raises(UnusableRow, match=r"^reward is "):
             finite_number("reward", value)
     assert flag("truncated", np.bool_(True)) and flag("truncated", 1) and not flag("truncated", None)
-    for shape in ((3, 1, 2), (1, 3, 2)):  # axes of length 1 change no order
+    for shape in ((3, 1, 2), (1, 3, 2)):  # axes of length 1 do not change the order
         assert shaped_array("x", np.zeros(shape), (3, 2)).size == 6
     with pytest.raises(UnusableRow, match=r"'x' has shape \(6,\), not \(3, 2\)"):
         shaped_array("x", np.zeros(6), (3, 2))
-    assert whole_array("x", np.array([0, 255]), np.uint8).tolist() == [0, 255]
+    assert integer_array("x", np.array([0, 255]), np.uint8).tolist() == [0, 255]
     for value in (256, -1, np.inf):
-        with pytest.raises(UnusableRow, match="within 0 to 255"):
-            whole_array("x", np.array([value]), np.uint8)
+        with pytest.raises(UnusableRow, match="outside 0 to 255"):
+            integer_array("x", np.array([value]), np.uint8)
 
 
 @quiet_casts
-def test_large_numbers_are_finite():
+def test_large_values_are_finite():
     class Large(sample_envs.Base):
         def observe(self):
             return np.full(1, 3e38)  # its square is not finite in float32
@@ -206,7 +207,7 @@ def test_large_numbers_are_finite():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_sys_exit_in_a_step_restarts_the_environment(workers):
+def test_sys_exit_in_step_restarts_environment(workers):
     with spoils(workers=workers) as env:
         env.reset()
         pids = env.worker_pids()
@@ -218,7 +219,7 @@ def test_sys_exit_in_a_step_restarts_the_environment(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_sys_exit_when_made_or_rendered_is_an_error_that_names_the_environment(workers, monkeypatch):
+def test_sys_exit_in_constructor_or_render_raises(workers, monkeypatch):
     monkeypatch.setattr(sample_envs.Exits, "made", 0 if workers else -1)
     with pytest.raises(LabError, match=r"^environment 1 raised: SystemExit: 3"):
         make_env(
@@ -230,9 +231,9 @@ def test_sys_exit_when_made_or_rendered_is_an_error_that_names_the_environment(w
             env.render()
 
 
-def test_sys_exit_in_the_probe_or_the_module_is_said(monkeypatch, tmp_path):
+def test_sys_exit_in_probe_or_module_raises(monkeypatch, tmp_path):
     monkeypatch.setattr(sample_envs.Exits, "made", 5)
-    with pytest.raises(LabError, match=r"^Exits called sys\.exit\(3\) when it was made"):
+    with pytest.raises(LabError, match=r"^Exits called sys\.exit\(3\) in its constructor"):
         make_env(sample_envs.Exits, 1, where="make")
     (tmp_path / "leaves_at_once.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -241,16 +242,16 @@ def test_sys_exit_in_the_probe_or_the_module_is_said(monkeypatch, tmp_path):
     assert "leaves_at_once" not in sys.modules
 
 
-def test_what_fails_when_it_is_closed_is_a_warning():
+def test_failure_in_close_is_a_warning():
     env = make_env(sample_envs.Exits, 2, workers=0, where="close")
     env.reset()
     env.step(np.zeros(2, np.int64))
-    with pytest.warns(UserWarning, match="raised SystemExit: 1 when it was closed") as caught:
+    with pytest.warns(UserWarning, match=r"raised SystemExit: 1 in close\(\)") as caught:
         env.close()
     assert [str(each.message)[:13] for each in caught] == ["environment 0", "environment 1"]
 
 
-def test_any_exception_is_a_fault_except_an_interrupt():
+def test_all_exceptions_except_interrupt_are_faults():
     class Panic(BaseException):
         """As extension modules written in Rust raise."""
 
@@ -259,7 +260,7 @@ def test_any_exception_is_a_fault_except_an_interrupt():
             self.close = sys.exit  # it cannot be closed either
             raise (Panic("index out of bounds"), KeyboardInterrupt)[action]
 
-    closing = pytest.warns(UserWarning, match="environment 0 raised SystemExit when it was closed")
+    closing = pytest.warns(UserWarning, match=r"environment 0 raised SystemExit in close\(\)")
     with closing, make_env(Breaks, 1, workers=0) as env:
         env.listen([].append)
         env.reset()

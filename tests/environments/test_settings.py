@@ -13,7 +13,7 @@ from rl_lab.environments import env_config_options, make_env
 FOLDER = Path(rl_lab.configs.__file__).parent / "environment"
 FILES = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "multitask")  # made of the others
 DUMMIES = ("continuous", "dict", "discrete")
-# What a file needs besides, to be quick or to have a picture.
+# Additional settings for speed or for image observations.
 BESIDES = {
     "gym": ["environment.task=CartPole-v1", "environment.pixels=true"],
     "crafter": ["environment.area=16"],
@@ -31,7 +31,7 @@ WITHOUT_PICTURES = ("cartpole", "pendulum", "dmc", "popgym", *(f"dummy_{kind}" f
     # A maze takes seconds to build.
     [pytest.param(name, marks=pytest.mark.learning) if name == "memory_maze" else name for name in FILES],
 )
-def test_the_five_settings_and_those_of_evaluation(name):
+def test_five_settings_and_evaluation(name):
     words = [f"environment={name}", *BESIDES.get(name, [])]
     words += [f"environment.{key}={value}" for key, value in SETTINGS.items()]
     if name not in WITHOUT_PICTURES:
@@ -62,7 +62,7 @@ def picture(env):
 
 
 def decisions(env):
-    """How many decisions each environment's first episode takes to be truncated."""
+    """Return the number of decisions until the first episode of each environment is truncated."""
     env.reset()
     found = [0] * env.num_envs
     for number in range(1, 5):
@@ -74,7 +74,7 @@ def decisions(env):
 
 
 @pytest.mark.parametrize(("crop", "limit"), [(False, 1010), (True, 1010), (True, None)])
-def test_a_longer_limit_replaces_the_registered_one_behind_a_suites_own_wrappers(crop, limit):
+def test_longer_limit_replaces_registered_limit(crop, limit):
     pytest.importorskip("Box2D", reason="extra: box2d")
     import gymnasium
 

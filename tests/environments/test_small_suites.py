@@ -1,4 +1,4 @@
-"""MiniGrid, POPGym, CarRacing, Memory Maze: what is particular to each; test_suites has what they share."""
+"""Specific tests of MiniGrid, POPGym, CarRacing and Memory Maze; test_suites covers the common ones."""
 
 import ctypes.util
 
@@ -10,7 +10,7 @@ from rl_lab.errors import ConfigError
 
 
 def single(env):
-    return env.crew.workers[0]._runner.slots[0].env.unwrapped
+    return env.pool.workers[0]._runner.slots[0].env.unwrapped
 
 
 def test_minigrid_symbols_are_one_hot():
@@ -28,7 +28,7 @@ def test_minigrid_symbols_are_one_hot():
         assert turned["direction"][0].argmax() == single(env).agent_dir != obs["direction"][0].argmax()
 
 
-def test_minigrid_pictures_and_names():
+def test_minigrid_images_and_names():
     pytest.importorskip("minigrid", reason="extra: minigrid")
     for observe, size, shape in (("rgb", None, 56), ("rgb", 63, 63), ("rgb", 64, 64), ("rgb_full", None, 40)):
         spec = probe_spec("minigrid/empty-5x5", observe=observe, size=size)
@@ -70,9 +70,9 @@ def test_carracing_crop_and_discrete():
         make_env("carracing/continuous", backend="envpol")
 
 
-def test_minigrid_missions_are_words():
+def test_minigrid_mission_encoding():
     pytest.importorskip("minigrid", reason="extra: minigrid")
-    from rl_lab.environments.suites.minigrid import WORDS, read_mission
+    from rl_lab.environments.suites.minigrid import WORDS, encode_mission
 
     assert sorted(set(WORDS)) == WORDS
     with make_env("minigrid/BabyAI-GoToObj-v0", 1, workers=0, mission=8) as env:
@@ -83,7 +83,7 @@ def test_minigrid_missions_are_words():
     with make_env("minigrid/BabyAI-GoToObj-v0", 1, workers=0, mission=2, observe="rgb") as env:
         assert set(env.spec.observations) == {"image", "mission"}  # cut after two words
         assert env.reset(seed=2)[0]["mission"][0].reshape(2, -1).argmax(1).tolist() == places[:2].tolist()
-    assert read_mission("Open the teapot", 4).tolist() == [
+    assert encode_mission("Open the teapot", 4).tolist() == [
         WORDS.index("open") + 1,
         WORDS.index("the") + 1,
         len(WORDS) + 1,
@@ -95,7 +95,7 @@ def test_minigrid_missions_are_words():
 
 
 @pytest.mark.learning
-def test_minigrid_knows_every_word_of_its_missions():
+def test_minigrid_vocabulary_is_complete():
     pytest.importorskip("minigrid", reason="extra: minigrid")
     import contextlib
     import io
@@ -118,14 +118,14 @@ def test_minigrid_knows_every_word_of_its_missions():
     assert unknown == set()
 
 
-def test_memory_maze_is_drawn_at_any_size():
+def test_memory_maze_sizes():
     pytest.importorskip("memory_maze", reason="extra: memory-maze")
     if not (ctypes.util.find_library("EGL") or ctypes.util.find_library("OSMesa")):
         pytest.skip("neither EGL nor OSMesa to draw with")
-    # Below 64 the package itself gives a picture of one colour.
+    # Below 64 the package returns an image of a single colour.
     with make_env("memory_maze/9x9", 1, workers=0, size=[32, 40], render=True) as env:
         assert env.spec.observations["image"].shape == (3, 32, 40) and env.spec.num_actions == 6
         obs, _ = env.reset(seed=1)
         seen = env.step(np.array([1]))[0]["image"]
         assert obs["image"].std() > 10 and (seen != obs["image"]).mean() > 0.1
-        np.testing.assert_array_equal(env.render().transpose(2, 0, 1), seen[0])
+        np.testing.assert_array_equal(env.frame().transpose(2, 0, 1), seen[0])

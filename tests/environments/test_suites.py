@@ -12,8 +12,8 @@ from rl_lab.environments import make as make_module
 from rl_lab.environments import make_env
 
 
-def test_every_suite_is_among_the_cases():
-    # `multitask` is made of the others and has tests of its own.
+def test_every_suite_has_cases():
+    # `multitask` consists of the others and has separate tests.
     assert {suite_of(task) for task in CASES} == set(make_module.SUITES) - {"multitask"} == set(PACKAGES)
 
 
@@ -21,7 +21,7 @@ def test_every_suite_is_among_the_cases():
 def test_contract(task):
     needs(task)
     options = CASES[task]
-    limit = {} if suite_of(task) == "popgym" else {"time_limit": LIMIT}  # its episodes have ends of their own
+    limit = {} if suite_of(task) == "popgym" else {"time_limit": LIMIT}  # its episodes always end
     draws = not task.startswith("dmc/reacher")  # needs no GL, so that one case of the suite runs everywhere
     with (
         make_env(task, 2, workers=0, seed=5, render=draws, **options, **limit) as env,
@@ -32,15 +32,15 @@ def test_contract(task):
             for name, spec in env.spec.observations.items():
                 assert row[name].shape == (2, *spec.shape) and row[name].dtype == spec.dtype
                 assert env.observation_space[name].contains(row[name])
-        # Something happens: a picture that never changes would pass all else.
+        # Observations change: constant ones would pass all other checks.
         names = env.spec.observations
         assert any((row[name] != rows[0][name]).any() for row in rows[1:LIMIT] for name in names)
         check_ends(rows[1:], limited=bool(limit))
         if draws:
-            frame = env.render()
+            frame = env.frame()
             assert frame.ndim == 3 and frame.shape[2] == 3 and frame.dtype == np.uint8 and frame.std() > 0
 
-        other.reset()  # another run's episode lies open, and must not matter
+        other.reset()  # an open episode of another run must not matter
         other.step(np.zeros_like(env.action_space.sample()))
         assert other.set_state(env.get_state()) == []
         assert_same(roll(env, steps=4, reset=False, seed=8), roll(other, steps=4, reset=False, seed=8))
@@ -63,7 +63,7 @@ def check_ends(rows, limited):
         ended = row["terminated"] | row["truncated"]
 
 
-def test_suites_tell_their_tasks():
+def test_suites_list_tasks():
     for suite, module in make_module.SUITES.items():
         adapter = importlib.import_module(module)
         names = adapter.tasks()
@@ -73,6 +73,6 @@ def test_suites_tell_their_tasks():
             assert all(adapter.resolve(name) for name in names[:5])
 
 
-def test_registered_environments_are_not_swallowed():
+def test_registered_id_takes_precedence():
     assert "CarRacing-v3" in gymnasium.registry
     assert make_module._split("CarRacing-v3")[1] == make_module.SUITES["gym"]

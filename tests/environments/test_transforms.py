@@ -16,7 +16,7 @@ def steps(task, count, wrappers, action=0, **options):
         return env.spec, rows
 
 
-def test_grayscale_weighs_the_channels():
+def test_grayscale_weights():
     spec, rows = steps("dummy/dict", 3, {"grayscale": True})
     _, plain = steps("dummy/dict", 3, {})
     assert spec.observations["image"].shape == (1, 16, 16) and spec.observations["vector"].shape == (3,)
@@ -26,19 +26,19 @@ def test_grayscale_weighs_the_channels():
         np.testing.assert_array_equal(obs["vector"], full["vector"])
 
 
-def test_crop_keeps_a_part_of_the_image():
+def test_crop():
     spec, rows = steps("dummy/dict", 2, {"crop": [2, 9, 4, 16]})
     _, plain = steps("dummy/dict", 2, {})
     assert spec.observations["image"].shape == (3, 7, 12) and spec.observations["vector"].shape == (3,)
     for (obs, *_), (full, *_) in zip(rows, plain, strict=True):
         np.testing.assert_array_equal(obs["image"], full["image"][:, :, 2:9, 4:16])
-    with pytest.raises(ConfigError, match="no part of the 16×16 image"):
+    with pytest.raises(ConfigError, match="outside of the 16×16 image"):
         steps("dummy/dict", 1, {"crop": [2, 17, 4, 16]})
-    with pytest.raises(ConfigError, match="four whole numbers"):
+    with pytest.raises(ConfigError, match="four integers"):
         steps("dummy/dict", 1, {"crop": 64})
 
 
-def test_frames_are_stacked_and_a_reset_fills_them():
+def test_frame_stack():
     spec, rows = steps("dummy/count", 7, {"frame_stack": 3}, length=5)
     assert spec.observations["vector"].shape == (3,)
     seen = [obs["vector"][0].tolist() for obs, *_ in rows]
@@ -59,14 +59,14 @@ def test_frames_are_stacked_and_a_reset_fills_them():
         ({"reward_clip": None, "reward_sign": False}, [1.0, 2.0, 3.0]),
     ],
 )
-def test_rewards_are_changed_and_their_own_sum_kept(wrappers, rewards):
+def test_reward_wrappers_log_raw_return(wrappers, rewards):
     _, rows = steps("dummy/count", 3, wrappers, length=3)
     np.testing.assert_allclose([reward[0] for _, reward, _ in rows[1:]], rewards, rtol=1e-6)
     changed = any(value not in (None, False) for value in wrappers.values())
     assert rows[-1][2][0].get("log/raw_return") == (6.0 if changed else None)
 
 
-def test_noise_has_its_size_and_follows_the_seed():
+def test_observation_noise():
     _, clean = steps("dummy/dict", 40, {}, length=50)
     _, noisy = steps("dummy/dict", 40, {"observation_noise": 0.1}, length=50)
     _, again = steps("dummy/dict", 40, {"observation_noise": 0.1}, length=50)
@@ -88,7 +88,7 @@ FROM_CONFIG = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_every_wrapper_from_the_command_line(name):
+def test_all_wrappers_from_command_line(name):
     word = f"+environment.wrappers.{name}={FROM_CONFIG.get(name, 'true')}"
     results = []
     for words in ([], [word]):
@@ -124,12 +124,12 @@ def test_wrapped_environments_resume_exactly(workers):
 @pytest.mark.parametrize(
     ("wrappers", "message"),
     [
-        ({"frame_stak": 4}, "no wrapper is called 'frame_stak'. Did you mean 'frame_stack'"),
-        ({"frame_stack": 0}, "frame_stack=0 must be a whole number"),
+        ({"frame_stak": 4}, "environment.wrappers.frame_stak does not exist. Did you mean 'frame_stack'"),
+        ({"frame_stack": 0}, "frame_stack=0 must be an integer"),
         ({"reward_clip": -1}, "reward_clip=-1 must be a number"),
         ({"grayscale": True}, r"grayscale needs an image, and the observations are \['vector'\]"),
     ],
 )
-def test_mistakes(wrappers, message):
+def test_invalid_options_raise(wrappers, message):
     with pytest.raises(ConfigError, match=message):
         probe_spec("dummy/discrete", wrappers=wrappers)

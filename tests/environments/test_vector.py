@@ -1,8 +1,9 @@
-"""The contract of the vector environment, for every suite present and with and without worker processes."""
+"""Contract of the vector environment, with and without worker processes."""
 
 import itertools
 import types
 
+import gymnasium
 import numpy as np
 import pytest
 import sample_envs
@@ -94,7 +95,7 @@ def test_spaces_shapes_and_dtypes(task, workers):
         assert not env.is_first.any()
 
 
-def test_results_do_not_depend_on_the_number_of_workers(task):
+def test_results_do_not_depend_on_workers(task):
     rows = []
     for workers in (0, 1, 2, 3):
         with make(task, workers=workers, seed=5) as env:
@@ -108,11 +109,11 @@ def test_seeding(task, workers):
         first = roll(env)
         env.reset(seed=1)
         again = [{**env.last_obs, "is_first": env.is_first}, *roll(env, reset=False)]
-        following = roll(env)  # reset() without a seed goes on to new episodes
+        following = roll(env)  # reset() without a seed starts the next episodes
         env.reset(seed=2)
         other = [env.last_obs, *roll(env, reset=False)]
     assert_same(first, again)
-    if task == "dummy/count":  # has no chance in it
+    if task == "dummy/count":  # is deterministic
         return
 
     def seen(rows, env=0):
@@ -123,7 +124,7 @@ def test_seeding(task, workers):
     assert not np.array_equal(seen(first), seen(first, env=1))
 
 
-def test_autoreset_on_the_next_step(task, workers):
+def test_autoreset_on_next_step(task, workers):
     with make(task, workers=workers) as env:
         rows = roll(env, steps=60)
     ends = 0
@@ -139,11 +140,11 @@ def test_autoreset_on_the_next_step(task, workers):
     assert ends > 3
 
 
-def test_terminated_and_truncated_stay_apart(workers):
+def test_terminated_and_truncated_are_separate(workers):
     with make_env("CartPole-v1", 2, workers=workers, time_limit=5) as env:
         rows = roll(env, steps=40)
     assert sum(row["truncated"].sum() for row in rows[1:]) > 5
-    assert not any(row["terminated"].any() for row in rows[1:])  # nothing falls over in five steps
+    assert not any(row["terminated"].any() for row in rows[1:])  # no termination within five steps
     with make_env("CartPole-v1", 2, workers=workers) as env:
         env.reset()
         flags = [env.step(np.ones(2, np.int64))[2:4] for _ in range(30)]
@@ -152,14 +153,14 @@ def test_terminated_and_truncated_stay_apart(workers):
     )
 
 
-def test_copies_are_fresh_and_views_are_not(workers):
+def test_copies_and_views(workers):
     for copy in (True, False):
         with make_env("dummy/count", 2, workers=workers, copy=copy) as env:
             obs, _ = env.reset()
             stepped = env.step(np.zeros(2, np.int64))
             assert (
                 obs["vector"][0, 0] == 0.0
-            )  # the last observation outlives a step: there are two places for them
+            )  # double buffering: the last observation is valid for one more step
             assert env.last_obs["vector"] is stepped[0]["vector"] and not env.last_dones.any()
             flags = env.is_first
             env.step(np.zeros(2, np.int64))
@@ -167,7 +168,7 @@ def test_copies_are_fresh_and_views_are_not(workers):
             assert obs["vector"][0, 0] == (0.0 if copy else 2.0)
 
 
-def test_log_infos_are_summed_over_the_episode_and_other_infos_on_request(workers):
+def test_log_and_all_infos(workers):
     with make_env("dummy/count", 2, workers=workers, length=3, action_repeat=2, infos="all") as env:
         assert env.reset()[1] == {"env": {0: {}, 1: {}}}
         assert env.step(np.zeros(2, np.int64))[4] == {"env": {0: {"log/steps": 2.0}, 1: {"log/steps": 2.0}}}
@@ -177,23 +178,23 @@ def test_log_infos_are_summed_over_the_episode_and_other_infos_on_request(worker
         assert env.spec.action_repeat == 2
 
 
-def test_render_shows_environment_zero(task, workers):
+def test_render_returns_environment_zero(task, workers):
     with make(task, workers=workers, render=True) as env:
         env.reset()
-        frame = env.render()
+        frame = env.frame()
         assert frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3
     with make(task, workers=workers) as env, pytest.raises(LabError, match="render=True"):
-        env.render()
+        env.frame()
 
 
-def test_render_without_frames_says_so():
+def test_render_without_frames_raises():
     env = make_env(sample_envs.Base, 1, render=True)
     env.reset()
     with pytest.raises(LabError, match="Base renders no frames"):
-        env.render()
+        env.frame()
 
 
-def test_calls_out_of_order_are_answered(workers):
+def test_wrong_call_order_raises(workers):
     env = make_env("dummy/count", 2, workers=workers)
     with pytest.raises(LabError, match="reset"):
         env.step(np.zeros(2, np.int64))
@@ -214,7 +215,7 @@ def test_calls_out_of_order_are_answered(workers):
         env.reset()
 
 
-def test_actions_of_the_wrong_form_are_answered():
+def test_wrong_actions_raise():
     import torch
 
     env = make_env("dummy/discrete", 2, workers=0)
@@ -238,3 +239,30 @@ def test_default_number_of_workers(monkeypatch):
             assert env.num_workers == few
     with make_env("dummy/count", 2, workers=9) as env:
         assert env.num_workers == 2
+
+
+def test_gymnasium_vector_wrappers_work():
+    """RecordEpisodeStatistics, NormalizeReward and RecordVideo's render() accept the lab's vector environment."""
+    from gymnasium.wrappers import vector as wrappers
+
+    with make_env("dummy/count", 2, workers=0, length=3, render=False) as env:
+        assert isinstance(env, gymnasium.vector.VectorEnv) and env.unwrapped is env
+        assert "dummy/count" in repr(env) and "num_envs=2" in str(env)
+        wrapped = wrappers.NormalizeReward(wrappers.RecordEpisodeStatistics(env))
+        assert wrapped.num_envs == 2 and wrapped.action_space == env.action_space
+        obs, _ = wrapped.reset(seed=1)
+        assert env.observation_space.contains(obs)
+        for _ in range(3):
+            obs, reward, terminated, _, infos = wrapped.step(wrapped.action_space.sample())
+        assert terminated.all() and np.isfinite(reward).all()
+        assert infos["episode"]["l"].tolist() == [3, 3]
+        assert infos["episode"]["r"].tolist() == [6.0, 6.0]
+        wrapped.close()
+    assert env.closed
+
+
+def test_render_is_a_tuple_as_in_gymnasium():
+    with make_env("CartPole-v1", 2, workers=0, render=True) as env:
+        env.reset()
+        frames = env.render()
+        assert isinstance(frames, tuple) and np.array_equal(frames[0], env.frame())

@@ -1,4 +1,4 @@
-"""Films of training episodes: which, how long, after a resume, and from the command line."""
+"""Videos of training episodes: selection, length, resume, and the command line."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from rl_lab.errors import ConfigError
 imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="extra: video")
 
 
-def films(folder):
+def videos(folder):
     return {file.stem: count_frames(file) for file in sorted(folder.iterdir())}
 
 
@@ -24,15 +24,15 @@ def step(env, times):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_nth_episode_of_environment_0_is_filmed(tmp_path, workers):
-    options = {"video_every": 2, "video_folder": tmp_path / "films", "length": 6}
+def test_every_nth_episode_is_recorded(tmp_path, workers):
+    options = {"video_every": 2, "video_folder": tmp_path / "videos", "length": 6}
     with make_env("dummy/count", 2, workers=workers, seed=3, **options) as env:
         env.reset()
         step(env, 4 * 7 + 3)  # an episode has 6 steps and a reset; the fifth one is still open
-        assert films(tmp_path / "films") == {"episode_000000000": 7, "episode_000000002": 7}
+        assert videos(tmp_path / "videos") == {"episode_000000000": 7, "episode_000000002": 7}
 
 
-def test_a_resumed_run_goes_on_counting_and_films_the_open_episode_whole(tmp_path):
+def test_resumed_run_records_complete_episode(tmp_path):
     options = {"video_every": 2, "video_folder": tmp_path, "length": 6}
     with make_env("dummy/count", 2, workers=0, seed=3, **options) as env:
         env.reset()
@@ -43,52 +43,52 @@ def test_a_resumed_run_goes_on_counting_and_films_the_open_episode_whole(tmp_pat
         env.reset()
         assert env.set_state(state) == []
         step(env, 2 * 7)
-    assert films(tmp_path) == {"episode_000000002": 7}
+    assert videos(tmp_path) == {"episode_000000002": 7}
 
 
-def test_long_and_large_films_are_bounded(tmp_path, monkeypatch):
+def test_video_length_and_size_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(video, "MAX_FRAMES", 4)
     monkeypatch.setattr(video, "MAX_SIDE", 20)
     assert video._reduced(np.zeros((50, 30, 3), np.uint8)).shape == (17, 10, 3)
     assert video._reduced(np.zeros((20, 8, 3), np.uint8)).shape == (20, 8, 3)
     with make_env("dummy/count", 1, workers=0, video_every=1, video_folder=tmp_path, length=9) as env:
-        env.reset(seed=77)  # of another run: counted, not looked up
+        env.reset(seed=77)  # a seed of another run: episodes are counted
         step(env, 12)
-        assert films(tmp_path) == {"episode_000000000": 4}
+        assert videos(tmp_path) == {"episode_000000000": 4}
 
 
-def test_a_disk_that_does_not_take_films_is_said_once(tmp_path):
+def test_write_error_warns_once(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with make_env(
         "dummy/count", 1, workers=0, video_every=1, video_folder=tmp_path / "file", length=2
     ) as env:
         env.reset()
-        with pytest.warns(UserWarning, match="no video") as caught:
+        with pytest.warns(UserWarning, match="the video cannot be written") as caught:
             step(env, 9)
-        assert len([w for w in caught if "no video" in str(w.message)]) == 1
+        assert len([w for w in caught if "the video cannot be written" in str(w.message)]) == 1
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"video_every": 3}, "video_every needs video_folder"),
-        ({"video_every": -1, "video_folder": "."}, r"video_every=-1 must be a whole number"),
-        ({"video_every": 0.5, "video_folder": "."}, r"video_every=0.5 must be a whole number"),
+        ({"video_every": -1, "video_folder": "."}, r"video_every=-1 must be an integer"),
+        ({"video_every": 0.5, "video_folder": "."}, r"video_every=0.5 must be an integer"),
     ],
 )
-def test_mistakes(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ConfigError, match=message):
         make_env("dummy/count", **options)
 
 
-def test_from_the_command_line(tmp_path):
-    """Training films into its run folder; evaluation, which lays its settings over training's, does not."""
+def test_command_line(tmp_path):
+    """Training records videos to its run folder; evaluation does not."""
     import rl_lab
 
     words = ["environment=dummy_discrete", "environment.num_envs=2", "environment.video_every=3"]
     quiet = ["training.total_timesteps=64", "training.report.every_env_steps=null", f"run_dir={tmp_path}/run"]
     result = rl_lab.train("random_cartpole", [*words, *quiet], say=lambda line: None)
-    found = films(result.path / "media" / "episodes" / "train")
+    found = videos(result.path / "media" / "episodes" / "train")
     assert list(found)[:2] == ["episode_000000000", "episode_000000003"]
     node = {"task": "dummy/discrete", "video_every": 3, "eval": {"num_envs": 1}}
     for evaluation in (False, True):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def gone(pid, seconds=5.0):
-    """Whether the process ends within that time (a zombie has ended)."""
+    """Return whether the process ends within that time (a zombie has ended)."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -32,7 +32,7 @@ def gone(pid, seconds=5.0):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_environments_exception_arrives_with_its_traceback(workers):
+def test_exception_is_reported_with_traceback(workers):
     env = make_env(sample_envs.Raises, 3, workers=workers, restarts={"limit": 0})
     env.reset()
     for _ in range(2):
@@ -47,7 +47,7 @@ def test_an_environments_exception_arrives_with_its_traceback(workers):
     env.close()
 
 
-def test_a_constructors_exception_arrives():
+def test_constructor_exception_is_reported():
     make = sample_envs.RaisesWhenMade
     make.made = 0
     with pytest.raises(RuntimeError, match="no licence"):  # found here, before any worker starts
@@ -57,7 +57,7 @@ def test_a_constructors_exception_arrives():
         make_env(make, 2, workers=1, only_once=True)  # once in the probe, once for environment 0
 
 
-def test_a_dead_worker_is_noticed():
+def test_dead_worker_is_detected():
     env = make_env(sample_envs.Dies, 3, workers=2, restarts={"limit": 0})
     env.reset()
     env.step(np.array([0, 1, 0]))
@@ -66,7 +66,7 @@ def test_a_dead_worker_is_noticed():
     env.close()
 
 
-def test_a_worker_that_died_between_steps_is_noticed():
+def test_worker_death_between_steps_is_detected():
     env = make_env("dummy/count", 3, workers=3, restarts={"limit": 0})
     env.reset()
     os.kill(env.worker_pids()[1], signal.SIGKILL)
@@ -76,8 +76,8 @@ def test_a_worker_that_died_between_steps_is_noticed():
         env.step(ZEROS)
 
 
-def test_waiting_has_an_end_and_slow_is_not_stuck():
-    # Each call takes 0.2 s: three in a row are longer than the timeout, and no reason to worry.
+def test_timeout_applies_per_call():
+    # Each call takes 0.2 s: three in a row exceed the timeout, which applies to each call.
     env = make_env(sample_envs.Slow, 3, workers=1, timeout=0.4, restarts={"limit": 0}, seconds=0.2)
     env.reset()
     assert env.step(ONES)[1].tolist() == [1.0, 1.0, 1.0]
@@ -85,11 +85,11 @@ def test_waiting_has_an_end_and_slow_is_not_stuck():
     env = make_env(sample_envs.Slow, 1, workers=1, timeout=0.1, restarts={"limit": 0})
     env.reset()
     env.step(ONES[:1])
-    with pytest.raises(EnvironmentFaultError, match=r"environment 0 gave no answer for 0\.1 s"):
+    with pytest.raises(EnvironmentFaultError, match=r"environment 0 did not answer for 0\.1 s"):
         env.step(ONES[:1])
 
 
-def test_workers_are_light_deaf_to_interrupts_and_know_the_variables(monkeypatch):
+def test_worker_processes_are_small_and_get_variables(monkeypatch):
     monkeypatch.setenv("TOLD", "42")
     with make_env("sample_envs:make_process", 3, workers=2) as env:
         obs = env.reset()[0]["vector"]
@@ -99,12 +99,12 @@ def test_workers_are_light_deaf_to_interrupts_and_know_the_variables(monkeypatch
     np.testing.assert_array_equal(obs[:, 0], pids)
 
 
-def test_close_ends_the_processes_and_frees_the_memory():
+def test_close_stops_processes_and_frees_memory():
     files = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     env = make_env("dummy/dict", 4, workers=2)
     env.reset()
     pids = env.worker_pids()
-    processes = [worker.process for worker in env.crew.workers]
+    processes = [worker.process for worker in env.pool.workers]
     env.close()
     assert all(gone(pid) for pid in pids) and not any(process.is_alive() for process in processes)
     assert (
@@ -113,7 +113,7 @@ def test_close_ends_the_processes_and_frees_the_memory():
     )
 
 
-def test_an_environment_nobody_holds_is_closed():
+def test_unreferenced_environment_is_closed():
     env = make_env("dummy/count", 2, workers=2)
     pids = env.worker_pids()
     del env
@@ -121,7 +121,7 @@ def test_an_environment_nobody_holds_is_closed():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_fork_of_the_trainer_leaves_its_workers_alone():
+def test_fork_does_not_stop_workers():
     with make_env("dummy/count", 3, workers=2) as env:
         env.reset()
         child = os.fork()
@@ -167,7 +167,7 @@ def start(script, mode):
     return subprocess.Popen([sys.executable, str(script), mode], env=environ, text=True, **pipes)
 
 
-def test_a_script_without_a_main_guard_runs_once_and_leaves_quietly(script):
+def test_script_without_main_guard_runs_once(script):
     process = start(script, "exit")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and err == ""
@@ -176,7 +176,7 @@ def test_a_script_without_a_main_guard_runs_once_and_leaves_quietly(script):
     assert all(gone(int(pid)) for pid in line.split()[2:])
 
 
-def test_workers_leave_when_the_trainer_is_killed(script):
+def test_workers_exit_when_trainer_is_killed(script):
     process = start(script, "wait")
     assert process.stdout.readline() == "imported\n"
     pids = [int(pid) for pid in process.stdout.readline().split()[2:]]
@@ -187,7 +187,7 @@ def test_workers_leave_when_the_trainer_is_killed(script):
     process.stdin.close(), process.stdout.close(), process.stderr.close()
 
 
-def test_what_cannot_be_sent_says_so():
+def test_unpicklable_factory_raises():
     import threading
 
     lock = threading.Lock()

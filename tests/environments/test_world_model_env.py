@@ -15,9 +15,9 @@ from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.environments.make import make_env
 from rl_lab.environments.world_model_env import (
     BufferStarts,
-    Dreams,
     EnvironmentStarts,
     EpisodeStarts,
+    ImaginedEpisodes,
     WorldModelEnv,
     WorldModelVectorEnv,
 )
@@ -36,7 +36,7 @@ def count_of(obs: dict[str, np.ndarray]) -> int:
     return int(obs["image"].flat[0]) // SHADE
 
 
-def test_it_is_a_gymnasium_environment():
+def test_gymnasium_interface():
     env = WorldModelEnv(CountingModel({9: 0.5}), SPEC, at(2, 3), horizon=50, render_mode="rgb_array")
     check_env(env, skip_render_check=True)
     obs, info = env.reset(seed=1)
@@ -48,7 +48,7 @@ def test_it_is_a_gymnasium_environment():
     assert int(env.agent_action()) == 1
 
 
-def test_through_the_door_it_is_like_any_other():
+def test_works_with_make_env():
     with make_env(
         lambda: WorldModelEnv(CountingModel(), SPEC, at(0), horizon=3), num_envs=1, workers=0
     ) as env:
@@ -62,15 +62,15 @@ def test_through_the_door_it_is_like_any_other():
     [(0.4, [False, True]), (0.9, [False, False]), (None, [False, False]), (0.0, [True, True])],
 )
 def test_ends_by_threshold(ends: float | None, over: list[bool]):
-    dreams = Dreams(CountingModel({2: 0.5}), SPEC, ends=ends)
+    dreams = ImaginedEpisodes(CountingModel({2: 0.5}), SPEC, ends=ends)
     dreams.start(rows(0, size=1))
     found = [bool(dreams.step(torch.ones(1, dtype=torch.int64)).terminated) for _ in range(2)]
     assert found == over
 
 
-def test_ends_are_drawn_with_the_models_probability_and_follow_the_seed():
+def test_sampled_ends_use_model_probability():
     def ends(seed: int) -> torch.Tensor:
-        dreams = Dreams(CountingModel({1: 0.25}), SPEC, seed=seed)
+        dreams = ImaginedEpisodes(CountingModel({1: 0.25}), SPEC, seed=seed)
         dreams.start(rows(0, size=2000))
         return dreams.step(torch.ones(2000, dtype=torch.int64)).terminated
 
@@ -79,8 +79,8 @@ def test_ends_are_drawn_with_the_models_probability_and_follow_the_seed():
     assert torch.equal(first, ends(1)) and not torch.equal(first, ends(2))
 
 
-def test_a_dream_that_ends_at_its_horizon_is_terminated_not_truncated():
-    dreams = Dreams(CountingModel({2: 1.0}), SPEC, horizon=2)
+def test_termination_at_horizon_is_not_truncation():
+    dreams = ImaginedEpisodes(CountingModel({2: 1.0}), SPEC, horizon=2)
     dreams.start(rows(0, size=1))
     dreams.step(torch.ones(1, dtype=torch.int64))
     step = dreams.step(torch.ones(1, dtype=torch.int64))
@@ -88,21 +88,21 @@ def test_a_dream_that_ends_at_its_horizon_is_terminated_not_truncated():
 
 
 @pytest.mark.parametrize("flush_rows", [1, 3])
-def test_memory_begins_anew_from_its_own_frames(flush_rows: int):
+def test_flush_rebuilds_memory_from_predictions(flush_rows: int):
     model = CountingModel(grows=True)
-    dreams = Dreams(model, SPEC, flush_every=4, flush_rows=flush_rows)
+    dreams = ImaginedEpisodes(model, SPEC, flush_every=4, flush_rows=flush_rows)
     dreams.start(rows(0, 0, size=2))
     ages, counts = [], []
     for _ in range(9):
         step = dreams.step(torch.ones(2, dtype=torch.int64))
         ages.append(int(dreams.state["age"][0]))
         counts.append(int(step.obs["image"][0, 0, 0, 0]) // SHADE)
-    assert counts == list(range(1, 10))  # the count goes on: it is read from the decoded frame
+    assert counts == list(range(1, 10))  # the count continues: it is read from the decoded frame
     assert model.starts == [2, flush_rows, flush_rows]
     assert ages[3] == flush_rows and max(ages) <= flush_rows + 4
 
 
-def test_vector_of_dreams_resets_on_the_next_step():
+def test_vector_resets_on_next_step():
     env = WorldModelVectorEnv(CountingModel({3: 1.0}), SPEC, at(0), num_envs=2, seed=3)
     obs, _ = env.reset(seed=5)
     assert obs["image"].shape == (2, 3, 8, 8) and env.is_first.all()
@@ -118,23 +118,23 @@ def test_vector_of_dreams_resets_on_the_next_step():
     assert env.observation_space.contains(obs)
 
 
-def test_vector_of_dreams_whose_memory_grows():
+def test_vector_with_growing_memory():
     env = WorldModelVectorEnv(CountingModel({3: 1.0}, grows=True), SPEC, at(0), num_envs=2)
     env.reset(seed=5)
     env.step(np.array([1, 2]))
     env.step(np.array([0, 1]))
-    obs, *_ = env.step(np.array([1, 1]))  # the second begins anew; the first goes on from its own frame
+    obs, *_ = env.step(np.array([1, 1]))  # the second restarts; the first continues from its predicted frame
     assert obs["image"][:, 0, 0, 0].tolist() == [2 * SHADE, 0]
     obs, *_ = env.step(np.array([1, 1]))
     assert obs["image"][:, 0, 0, 0].tolist() == [3 * SHADE, SHADE]
 
 
-def test_misuse_is_said():
+def test_misuse_raises():
     with pytest.raises(ConfigError, match="RandomWorkflow has no world model"):
-        Dreams(RandomWorkflow(), SPEC)
+        ImaginedEpisodes(RandomWorkflow(), SPEC)
     for options in ({"ends": "maybe"}, {"ends": 1.5}, {"horizon": 0}, {"flush_every": 0}):
         with pytest.raises(ConfigError, match=next(iter(options))):
-            Dreams(CountingModel(), SPEC, **options)
+            ImaginedEpisodes(CountingModel(), SPEC, **options)
     env = WorldModelEnv(CountingModel(), SPEC, at(0), horizon=1)
     with pytest.raises(LabError, match="call reset"):
         env.step(0)
@@ -153,7 +153,7 @@ class Blind(CountingModel):
         return {}
 
 
-def test_a_model_without_a_decoder():
+def test_model_without_decoder():
     env = WorldModelEnv(Blind({2: 1.0}), SPEC, at(0), render_mode="rgb_array")
     assert env.reset(seed=0)[0] == {}
     obs, reward, terminated, _, _ = env.step(2)
@@ -162,13 +162,13 @@ def test_a_model_without_a_decoder():
     vector.reset(seed=0)
     vector.step(np.array([2, 1]))
     assert vector.step(np.array([0, 1]))[2].tolist() == [False, True]
-    flushing = Dreams(Blind(), SPEC, flush_every=1)
+    flushing = ImaginedEpisodes(Blind(), SPEC, flush_every=1)
     flushing.start(rows(0))
     with pytest.raises(ConfigError, match="needs a model with a decoder"):
         flushing.step(torch.ones(1, dtype=torch.int64))
 
 
-# ---------------------------------------------------------------- where dreams begin
+# ---------------------------------------------------------------- start sequences
 
 
 def counting_episode(length: int) -> dict[str, np.ndarray]:
@@ -186,7 +186,7 @@ def counting_episode(length: int) -> dict[str, np.ndarray]:
     }
 
 
-def test_starts_from_a_buffer_never_begin_at_an_end():
+def test_buffer_starts_never_end_an_episode():
     buffer = ReplayBuffer(SPEC.row_columns(), capacity=60, num_streams=1)
     for length in (6, 9, 4):
         episode = counting_episode(length)
@@ -200,7 +200,7 @@ def test_starts_from_a_buffer_never_begin_at_an_end():
     assert set(shades[:, 0].unique().tolist()) == {SHADE * n for n in range(7)}
 
 
-def test_starts_from_episodes():
+def test_episode_starts():
     starts = EpisodeStarts([counting_episode(6), counting_episode(2)], 3)
     batch = starts(100, torch.Generator().manual_seed(0))
     assert batch.reward.shape == (100, 3) and not batch.terminated.any()
@@ -209,7 +209,7 @@ def test_starts_from_episodes():
         EpisodeStarts([counting_episode(6)], 7)
 
 
-def test_starts_from_the_real_environment():
+def test_environment_starts():
     starts = EnvironmentStarts(CountingEnv(last=100), 4, choose=lambda obs, is_first: np.array([2]))
     batch = starts(3, torch.Generator().manual_seed(0))
     assert (batch.obs["image"][:, :, 0, 0, 0].long() == torch.tensor([0, 2, 4, 6]) * SHADE).all()
@@ -217,7 +217,7 @@ def test_starts_from_the_real_environment():
         batch.action.tolist() == [[2, 2, 2, 0]] * 3
         and batch.is_first.tolist() == [[True, False, False, False]] * 3
     )
-    # An environment that always ends too early still gives its first frames.
+    # An environment that always ends too early still returns its first frames.
     short = EnvironmentStarts(CountingEnv(last=1), 4, choose=lambda obs, is_first: np.array([1]))
     assert short(2, torch.Generator().manual_seed(0)).reward.shape == (2, 1)
 
@@ -235,8 +235,8 @@ def tiny_dreamer(task: str) -> tuple[Any, Spec]:
     return assemble_workflow(config, spec, torch.device("cpu"), optimizers=False), spec
 
 
-def test_a_learned_model_is_evaluated_like_a_real_environment():
-    workflow, spec = tiny_dreamer("dummy/dict")  # picture and vector, two choices
+def test_evaluator_steps_world_model():
+    workflow, spec = tiny_dreamer("dummy/dict")  # image and vector, two action parts
     with make_env("dummy/dict", num_envs=2, workers=0) as real:
         starts = EnvironmentStarts(real, 3)
 
@@ -248,7 +248,7 @@ def test_a_learned_model_is_evaluated_like_a_real_environment():
     assert all(np.isfinite(evaluation.returns))
 
 
-def test_the_same_seed_gives_the_same_dream():
+def test_same_seed_same_episode():
     workflow, spec = tiny_dreamer("dummy/continuous")
     with make_env("dummy/continuous", num_envs=1, workers=0) as real:
         env = WorldModelEnv(workflow, spec, EnvironmentStarts(real, 4), ends=None)
@@ -267,7 +267,7 @@ def test_the_same_seed_gives_the_same_dream():
     assert not all(np.array_equal(a, b) for a, b in zip(one, other))
 
 
-def test_a_start_may_be_given():
+def test_reset_accepts_start():
     env = WorldModelEnv(CountingModel(), SPEC, at(0))
     obs, _ = env.reset(options={"batch": Batch(rows(4, 5).columns)})
     assert count_of(obs) == 5

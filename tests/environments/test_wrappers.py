@@ -17,7 +17,7 @@ from rl_lab.environments.wrappers import (
 from rl_lab.errors import ConfigError
 
 
-def test_action_repeat_sums_and_stops_at_an_end():
+def test_action_repeat_sums_and_stops_at_end():
     env = ActionRepeat(Count(length=5), 3)
     env.reset(seed=0)
     obs, reward, terminated, truncated, info = env.step(0)
@@ -26,7 +26,7 @@ def test_action_repeat_sums_and_stops_at_an_end():
     assert (obs[0], reward, terminated, truncated, info["log/steps"]) == (5, 4 + 5, True, False, 2.0)
 
 
-def test_time_limit_truncates_in_decisions_but_not_a_termination():
+def test_time_limit_counts_decisions():
     env = TimeLimit(ActionRepeat(Count(length=6), 2), 2)
     env.reset(seed=0)
     assert env.step(0)[2:4] == (False, False)
@@ -38,13 +38,13 @@ def test_time_limit_truncates_in_decisions_but_not_a_termination():
         assert env.step(0)[2:4] == (True, False)
 
 
-def test_registered_limit_is_taken_off():
+def test_registered_limit_is_removed():
     env = gymnasium.wrappers.TimeLimit(Count(), 3)
     assert without_time_limit(env) is env.env
     assert without_time_limit(env.env) is env.env
 
 
-def test_resize_is_pillows_bilinear_for_any_number_of_channels():
+def test_resize_equals_pillow_bilinear():
     from PIL import Image
 
     picture = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
@@ -56,7 +56,7 @@ def test_resize_is_pillows_bilinear_for_any_number_of_channels():
     np.testing.assert_array_equal(many[3], wanted[:, :, 0])
 
 
-def test_rendered_pixels_alone_and_beside():
+def test_rendered_pixels_alone_and_added():
     alone = DictObservation(RenderedPixels(DiscreteCue(render_mode="rgb_array"), keep=False))
     assert list(alone.observation_space) == ["image"] and alone.reset(seed=0)[0]["image"].shape == (3, 32, 32)
     both = Resize(DictObservation(RenderedPixels(DiscreteCue(render_mode="rgb_array"), keep=True)), (16, 24))
@@ -66,11 +66,11 @@ def test_rendered_pixels_alone_and_beside():
     np.testing.assert_array_equal(obs["image"], resize(both.render().transpose(2, 0, 1), (16, 24)))
     scaled = DictObservation(
         RenderedPixels(DiscreteCue(render_mode="rgb_array"), keep=True, size=(16, 24))
-    )  # at once: the same picture
+    )  # directly: the same image
     np.testing.assert_array_equal(scaled.reset(seed=0)[0]["image"], both.reset(seed=0)[0]["image"])
 
 
-def test_pixels_and_size_need_pictures():
+def test_pixels_and_size_need_images():
     env = Count()
     env.render = lambda: None
     with pytest.raises(ConfigError, match="render"):
@@ -79,7 +79,7 @@ def test_pixels_and_size_need_pictures():
         Resize(DictObservation(Count()), (8, 8))
 
 
-def test_standard_action_maps_before_the_environment_sees_it():
+def test_standard_action_converts_actions():
     class Takes(gymnasium.Env):
         observation_space = spaces.Box(-1, 1, (1,), np.float32)
         action_space = spaces.Box(0.0, 4.0, (2, 1), np.float32)

@@ -26,18 +26,18 @@ def firings(every: Every, places: list[tuple[int, int]]) -> list[tuple[int, int]
     return fired
 
 
-def test_another_counter_fires_where_the_leading_one_stands_still():
+def test_other_counter_fires_without_main_counter():
     every = Every({"env_steps": 10, "updates": 4})
     offline = [(9, updates) for updates in range(13)]
     assert firings(every, offline) == [(9, 4), (9, 8), (9, 12)]
 
 
-def test_another_counter_does_not_repeat_what_the_leading_one_has_just_done():
+def test_other_counter_does_not_repeat_main_counter():
     every = Every({"env_steps": 10, "updates": 6})
     # An update every 2 steps, from the third on; its multiples of 6 come between those of 10 steps.
     joint = [(steps, max(0, steps - 3) // 2) for steps in range(41)]
     assert firings(every, joint) == [(10, 3), (20, 8), (30, 13), (40, 18)]
-    # and goes on at its own multiples when the leading one stops
+    # It continues at its own multiples when the main counter stops.
     assert firings(every, [(40, updates) for updates in range(18, 33)]) == [(40, 24), (40, 30)]
 
 
@@ -50,15 +50,15 @@ def test_every_from_config():
         Every.from_config({"every_updates": 0})
 
 
-def test_ratio_caps_its_burst():
+def test_ratio_caps_credit():
     ratio = Ratio(1.0, max_burst=5)
     for _ in range(100):
         ratio.earn(1)
-    assert ratio.owed == 5
-    ratio.pay()
-    assert ratio.owed == 4
+    assert ratio.updates_due == 5
+    ratio.spend()
+    assert ratio.updates_due == 4
     ratio = Ratio(0.5, max_burst=5)
     ratio.earn(1)
-    assert ratio.owed == 0
+    assert ratio.updates_due == 0
     ratio.earn(1)
-    assert ratio.owed == 1
+    assert ratio.updates_due == 1

@@ -1,4 +1,4 @@
-"""Rows as they are stored: what arrived together, then the action; resets are not steps; nothing is lost."""
+"""Rows of the Collector: received together, then the action; resets are not steps; state is exact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_lab.records import ActMode
 
 
 class Counting:
-    """A policy with memory: acts by its own step count, which `is_first` resets."""
+    """A policy with state: acts by its step count, which `is_first` resets."""
 
     def __init__(self, num_actions: int = 2) -> None:
         self.num_actions = num_actions
@@ -48,7 +48,7 @@ def rows_of(collector: Collector, steps: int) -> list[dict]:
     return rows
 
 
-def test_rows_are_aligned_and_resets_are_not_counted():
+def test_rows_are_aligned_without_counting_resets():
     collector = collector_of()
     rows = rows_of(collector, 40)
     collector.environment.close()
@@ -72,7 +72,7 @@ def test_rows_are_aligned_and_resets_are_not_counted():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_state_taken_anywhere_continues_the_same(workers: int):
+def test_state_restores_exactly(workers: int):
     whole = collector_of(workers)
     rows = rows_of(whole, 23)
     whole.environment.close()
@@ -89,12 +89,12 @@ def test_state_taken_anywhere_continues_the_same(workers: int):
     second.environment.close()
 
 
-def test_an_episode_that_a_failure_ended_is_counted_and_leaves_no_return():
+def test_failed_episode_is_counted_without_return():
     collector = collector_of(workers=1)
     said: list[str] = []
     collector.environment.listen(said.append)
     rows_of(collector, 2)
-    collector.settle()  # nothing is in flight: the next action is sent to a dead worker, whatever the timing
+    collector.receive()  # nothing is in flight: the next action is sent to a dead worker, whatever the timing
     os.kill(collector.environment.worker_pids()[0], signal.SIGKILL)
     rows = rows_of(collector, 1)
     assert collector.tracker.lengths.tolist() == [2, 2, 2]
@@ -114,7 +114,7 @@ def test_an_episode_that_a_failure_ended_is_counted_and_leaves_no_return():
     assert len(said) == 1
 
 
-def test_rows_are_copies_not_the_workers_memory():
+def test_rows_are_copies():
     collector = collector_of(workers=2)
     policy = Counting(collector.environment.spec.num_actions)
     result = collector.step(policy, ActMode())
@@ -125,7 +125,7 @@ def test_rows_are_copies_not_the_workers_memory():
     collector.environment.close()
 
 
-def test_evaluation_plays_the_asked_episodes_and_repeats_itself():
+def test_evaluation_is_deterministic():
     def make(seed, render):
         return make_env("dummy/discrete", num_envs=3, workers=0, seed=seed, render=render, copy=False)
 

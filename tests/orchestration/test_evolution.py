@@ -1,18 +1,18 @@
-"""A population at play: who gets which episode and which return, hopeless rollouts, generations, progress."""
+"""Evolution: rollouts and returns of candidates, early stop, generations, progress."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from lane_env import STEPS, Lane
+from seeded_reward_env import STEPS, SeededReward
 
 from rl_lab.environments.make import make_env
 from rl_lab.errors import ConfigError
 from rl_lab.orchestration.evolution import (
     EvolutionProgress,
+    FinishedRollout,
     Generations,
     Interrupted,
-    Played,
     Rollout,
     evaluate_population,
     make_rollouts,
@@ -21,7 +21,7 @@ from rl_lab.records import EarlyStop
 
 
 class Fixed:
-    """Candidate k acts with 1 in its first k steps; remembers what it was shown."""
+    """Candidate k takes action 1 in its first k steps; records the observations."""
 
     episodes_per_candidate = 2
     common_episodes = True
@@ -41,8 +41,10 @@ class Fixed:
     def act(self, candidates, obs, policy_state, is_first, mode):
         steps = torch.where(is_first, 0.0, policy_state["steps"] + 1.0)
         elapsed = obs["vector"][:, 1]
-        playing = ~is_first | (elapsed == 0)  # one that rests shows its last row as if it began
-        assert torch.equal(steps[playing] % 20, elapsed[playing] % 20)  # memory begins with the episode
+        playing = ~is_first | (
+            elapsed == 0
+        )  # an environment without a rollout repeats its last row with is_first
+        assert torch.equal(steps[playing] % 20, elapsed[playing] % 20)  # the state is reset with the episode
         self.shown += [
             (int(c), float(w))
             for c, w, f in zip(candidates[:, 0], obs["vector"][:, 0], is_first & playing)
@@ -55,14 +57,14 @@ class Fixed:
         return {"told": 1.0}
 
 
-def lanes(num_envs: int, workers: int = 0):
-    return make_env(Lane, num_envs, workers=workers, copy=False)
+def environments_of(num_envs: int, workers: int = 0):
+    return make_env(SeededReward, num_envs, workers=workers, copy=False)
 
 
-def worth(seed: int) -> float:
-    env = Lane()
+def reward_of(seed: int) -> float:
+    env = SeededReward()
     env.reset(seed=seed)
-    return env.worth
+    return env.reward
 
 
 def expected(evolution: Fixed, seed: int) -> list[float]:
@@ -72,38 +74,38 @@ def expected(evolution: Fixed, seed: int) -> list[float]:
     totals = [0.0] * evolution.population
     for rollout in rollouts:
         k = rollout.candidate
-        totals[k] += k * worth(rollout.seed) - (20 - k)
+        totals[k] += k * reward_of(rollout.seed) - (20 - k)
     return [total / evolution.episodes_per_candidate for total in totals]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (3, 2), (20,)])
-def test_every_candidate_gets_the_return_of_its_own_episodes(sizes):
+def test_fitness_is_mean_return_of_candidate(sizes):
     evolution = Fixed()
-    environments = [lanes(size) for size in sizes]
-    for seed in (1, 2):  # the second time in environments that have played before
+    environments = [environments_of(size) for size in sizes]
+    for seed in (1, 2):  # the second time in used environments
         STEPS.clear()
         fitness, steps = evaluate_population(
             evolution, evolution.ask(), environments, device="cpu", seed=seed
         )
         assert fitness.tolist() == pytest.approx(expected(evolution, seed))
         assert steps == 6 * 2 * 20
-        assert len(STEPS) == steps  # who has nothing left to play rests
+        assert len(STEPS) == steps  # environments without a rollout are not stepped
     for environment in environments:
         environment.close()
 
 
-def test_worker_processes_change_nothing():
+def test_workers_give_same_fitness():
     evolution = Fixed()
-    environments = [lanes(4, workers=2), lanes(3, workers=1)]
+    environments = [environments_of(4, workers=2), environments_of(3, workers=1)]
     fitness, _ = evaluate_population(evolution, evolution.ask(), environments, device="cpu", seed=1)
     assert fitness.tolist() == pytest.approx(expected(evolution, 1))
     for environment in environments:
         environment.close()
 
 
-def test_common_episodes_and_own_ones():
+def test_common_and_separate_episodes():
     evolution = Fixed()
-    environment = lanes(4)
+    environment = environments_of(4)
     evaluate_population(evolution, evolution.ask(), environment, device="cpu", seed=1)
     by_candidate = {c: sorted(w for k, w in evolution.shown if k == c) for c in range(6)}
     assert len({tuple(seen) for seen in by_candidate.values()}) == 1 and len(by_candidate[0]) == 2
@@ -114,21 +116,21 @@ def test_common_episodes_and_own_ones():
     environment.close()
 
 
-def test_hopeless_rollouts_are_ended_and_reckoned_to_their_end():
+def test_early_stop_extrapolates_return():
     evolution = Fixed()
-    environment = lanes(4)
-    items: list[Played] = []
+    environment = environments_of(4)
+    items: list[FinishedRollout] = []
     whole, _ = evaluate_population(evolution, evolution.ask(), environment, device="cpu", seed=3)
     evolution.early_stop = EarlyStop(patience=4, horizon=20)
     STEPS.clear()
     fitness, steps = evaluate_population(
         evolution, evolution.ask(), environment, device="cpu", seed=3, on_rollout=items.append
     )
-    # Candidate k earns k times, then four steps without: ended; the rest costs 1 a step, as those did.
+    # Candidate k is rewarded k times and ended 4 steps later; remaining steps cost 1 each, like those.
     assert all(item.stopped and item.steps == item.rollout.candidate + 4 for item in items)
     assert steps == len(STEPS) == sum(item.steps for item in items)
     assert fitness.tolist() == pytest.approx(whole.tolist())
-    evolution.early_stop = EarlyStop(patience=4)  # no horizon: what is left counts nothing
+    evolution.early_stop = EarlyStop(patience=4)  # no horizon: remaining steps count nothing
     less, _ = evaluate_population(evolution, evolution.ask(), environment, device="cpu", seed=3)
     missing = [20 - k - 4 for k in range(6)]
     assert (less - whole).tolist() == pytest.approx(missing)
@@ -136,7 +138,7 @@ def test_hopeless_rollouts_are_ended_and_reckoned_to_their_end():
 
 
 class Unscheduled:
-    """A vector environment that knows nothing of schedules."""
+    """A vector environment without `schedule`."""
 
     def __init__(self, environment):
         self._environment = environment
@@ -147,10 +149,10 @@ class Unscheduled:
         return getattr(self._environment, name)
 
 
-def test_an_environment_without_schedules_plays_what_it_comes_to():
+def test_environment_without_schedule():
     evolution = Fixed()
     evolution.early_stop = EarlyStop(patience=2, horizon=20)
-    environment = lanes(4)
+    environment = environments_of(4)
     fitness, steps = evaluate_population(
         evolution, evolution.ask(), Unscheduled(environment), device="cpu", seed=1
     )
@@ -158,9 +160,9 @@ def test_an_environment_without_schedules_plays_what_it_comes_to():
     environment.close()
 
 
-def test_asked_to_stop_it_leaves_nothing_in_flight():
+def test_stop_leaves_nothing_in_flight():
     evolution = Fixed()
-    environments = [lanes(2), lanes(2)]
+    environments = [environments_of(2), environments_of(2)]
     calls = iter(range(100))
     with pytest.raises(Interrupted):
         evaluate_population(
@@ -180,7 +182,7 @@ def test_asked_to_stop_it_leaves_nothing_in_flight():
 # ---------------------------------------------------------------- generations
 
 
-def generations(said=None, make=lambda num_envs: lanes(num_envs or 2)):
+def generations(said=None, make=lambda num_envs: environments_of(num_envs or 2)):
     return Generations(make, seed=5, say=(said if said is not None else []).append)
 
 
@@ -189,7 +191,7 @@ def run(runner, evolution, number=0, **changes):
     return runner.run("evolve", evolution, number=number, **options)
 
 
-def test_a_generation_depends_on_its_number_only():
+def test_generation_depends_on_its_number_only():
     first, again = generations(), generations()
     run(first, one := Fixed(), 0)
     run(first, one, 1)
@@ -199,7 +201,7 @@ def test_a_generation_depends_on_its_number_only():
         runner.close()
 
 
-def test_metrics_and_lines_of_a_generation():
+def test_generation_metrics_and_status_line():
     said = []
     runner = generations(said)
     metrics, steps = run(runner, Fixed(), 2)
@@ -211,12 +213,12 @@ def test_metrics_and_lines_of_a_generation():
     runner.close()
 
 
-def test_enough_environments_are_split_into_groups_that_take_turns():
+def test_environments_are_split_into_groups():
     made = []
 
     def make(num_envs):
         made.append(num_envs)
-        return lanes(num_envs or 2)
+        return environments_of(num_envs or 2)
 
     runner = generations(make=make)
     evolution = Fixed()
@@ -227,11 +229,11 @@ def test_enough_environments_are_split_into_groups_that_take_turns():
     runner.close()
 
 
-def test_a_broken_generation_counts_nothing():
+def test_interrupted_generation_is_discarded():
     said = []
     runner, evolution = generations(said), Fixed()
     assert run(runner, evolution, should_stop=lambda: True) is None
-    assert evolution.told == [] and "played again" in said[-1]
+    assert evolution.told == [] and "will be repeated" in said[-1]
     run(runner, evolution)
     whole = generations()
     run(whole, other := Fixed())
@@ -240,7 +242,7 @@ def test_a_broken_generation_counts_nothing():
     whole.close()
 
 
-def test_dreams_need_no_environment():
+def test_evaluation_in_world_model_needs_no_environment():
     class Dreamy(Fixed):
         dreams = True
 
@@ -260,18 +262,18 @@ def test_dreams_need_no_environment():
         run(runner, evolution)
 
 
-def test_progress_tells_rates_and_time_left():
+def test_progress_reports_rates_and_remaining_time():
     now = [0.0]
     said = []
     progress = EvolutionProgress(said.append, clock=lambda: now[0])
-    item = Played(Rollout(0, 1), 5.0, 10, stopped=True)
+    item = FinishedRollout(Rollout(0, 1), 5.0, 10, stopped=True)
     progress.begin(1, 10, rollouts=8)
     for _ in range(8):
         now[0] += 3.0
-        progress.played(item)
+        progress.rollout_finished(item)
     assert said == [
-        "generation 1/10: 4 of 8 rollouts · 0.33 evaluations/s · 0:12 left of it",
-        "generation 1/10: 8 of 8 rollouts · 0.33 evaluations/s · 0:00 left of it",
+        "generation 1/10: 4 of 8 rollouts · 0.33 evaluations/s · 0:12 left",
+        "generation 1/10: 8 of 8 rollouts · 0.33 evaluations/s · 0:00 left",
     ]
     metrics = progress.end(torch.tensor([1.0, 3.0]), steps=80)
     assert metrics["seconds_left"] == pytest.approx(9 * 24.0) and metrics["stopped_early"] == 1.0
@@ -279,7 +281,7 @@ def test_progress_tells_rates_and_time_left():
         said[-1] == "generation 1/10: best 3.0 · mean 2.0 ± 1.0 · 0.33 evaluations/s · 3 steps/s · ETA 3:36"
     )
     lines = len(said)
-    for number in range(2, 6):  # quick generations are not all told
+    for number in range(2, 6):  # fast generations are not all reported
         progress.begin(number, 10, rollouts=8)
         now[0] += 4.0
         progress.end(torch.tensor([1.0]), steps=80)

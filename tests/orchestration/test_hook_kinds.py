@@ -1,4 +1,4 @@
-"""Hooks beyond updates, in a real run: transform adds a column to a whole buffer, evolve plays a population.
+"""Transform and evolve hooks in a real run: transform adds a column to a buffer, evolve runs a population.
 
 One small workflow collects, encodes its data once, trains on the codes, and evolves a controller, by phases alone.
 """
@@ -22,7 +22,7 @@ from rl_lab.workflows.base import WorldModelWorkflow
 
 
 class Climb:
-    """(1 + λ) evolution of a linear controller: enough to see ask, act and tell."""
+    """(1 + λ) evolution of a linear controller, with ask, act and tell."""
 
     episodes_per_candidate = 2
 
@@ -127,7 +127,7 @@ def final_state(path: Path) -> dict:
     return CheckpointManager(path / "checkpoints").load().state
 
 
-def test_stages_by_phases_alone(project: Path):
+def test_transform_update_and_evolve_phases(project: Path):
     run = rl_lab.train("stages")
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     errors = [line["train/code_error"] for line in lines if "train/code_error" in line]
@@ -140,16 +140,16 @@ def test_stages_by_phases_alone(project: Path):
 
 
 @pytest.mark.parametrize("stop_at", ["encode", "evolve"])
-def test_stopped_within_a_stage_it_goes_on_there(project: Path, stop_at: str, monkeypatch):
+def test_resume_within_a_phase(project: Path, stop_at: str, monkeypatch):
     whole = rl_lab.train("stages")
     with monkeypatch.context() as patch:
-        do = Orchestrator.do
+        do = Orchestrator.run_action
 
         def stop(self, action, phase):
             do(self, action, phase)
             self.interrupted = action == stop_at
 
-        patch.setattr(Orchestrator, "do", stop)
+        patch.setattr(Orchestrator, "run_action", stop)
         half = rl_lab.train("stages")
     assert half.interrupted
     resume(half.path)
@@ -158,7 +158,7 @@ def test_stopped_within_a_stage_it_goes_on_there(project: Path, stop_at: str, mo
     assert first["phase_state"] == second["phase_state"]
 
 
-def test_fitness_belongs_to_the_candidate_whatever_the_number_of_environments():
+def test_fitness_for_any_number_of_environments():
     from rl_lab.environments.make import make_env
 
     climb = Climb(4, 3, torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""The Orchestrator with injected stand-ins only: no environment, buffer, network or file."""
+"""The Orchestrator with stand-ins: no environment, buffer, network or file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import CollectResult, Hook, UpdateResult
 
 
-class Diary:
-    """Stands in for workflow, storage, logger and checkpoints, and writes down what it was asked."""
+class Recorder:
+    """Stands in for workflow, storage, logger and checkpoints, and records all calls."""
 
     def __init__(self, ready_after: int = 0, loss: float = 1.0, nonfinite: float = 0.0) -> None:
         self.entries: list[str] = []
@@ -80,39 +80,41 @@ class Diary:
         return UpdateResult(metrics)
 
 
-def orchestrator_of(diary: Diary, phases: list, cadences: Cadences | None = None, **settings) -> Orchestrator:
-    hook = Hook(diary.step)
+def orchestrator_of(
+    recorder: Recorder, phases: list, cadences: Cadences | None = None, **settings
+) -> Orchestrator:
+    hook = Hook(recorder.step)
     parsed = parse_phases(phases, {"update": HookInfo()}, ["replay", "demos"])
     scheduler = PhaseScheduler(parsed, total_timesteps=100)
     runner = HookRunner("update", hook, device=torch.device("cpu"), generator=torch.Generator())
     return Orchestrator(
-        workflow=diary,
+        workflow=recorder,
         scheduler=scheduler,
         storage=SimpleNamespace(
-            store=diary.store,
-            stream=diary.stream,
-            shortage=diary.shortage,
+            store=recorder.store,
+            stream=recorder.stream,
+            shortage=recorder.shortage,
             buffers={},
             get_state=dict,
-            settle=lambda: None,
+            drop_prefetched=lambda: None,
         ),
         runners={"update": runner},
-        log=RunLog(diary),
-        run_state=RunState(workflow=diary, scheduler=scheduler),
+        log=RunLog(recorder),
+        run_state=RunState(workflow=recorder, scheduler=scheduler),
         cadences=cadences or Cadences(),
         settings=Settings(**settings),
-        checkpoints=SimpleNamespace(save=diary.save),
-        say=diary.entries.append,
+        checkpoints=SimpleNamespace(save=recorder.save),
+        say=recorder.entries.append,
     )
 
 
 JOINT = [{"name": "joint", "buffer": "demos", "duration_steps": 6, "workflow_hooks": ["collect", "update"]}]
 
 
-def test_collects_stores_and_updates_in_order():
-    diary = Diary()
-    orchestrator_of(diary, JOINT).run()
-    assert diary.entries == [
+def test_collect_store_update_order():
+    recorder = Recorder()
+    orchestrator_of(recorder, JOINT).run()
+    assert recorder.entries == [
         "collect@0",
         "store 0 in demos",
         "update",
@@ -123,103 +125,103 @@ def test_collects_stores_and_updates_in_order():
         "store 4 in demos",
         "update",
     ]
-    assert diary.saved == [(6, None)]
+    assert recorder.saved == [(6, None)]
 
 
-def test_log_lines_hold_counters_means_and_prefixes():
-    diary = Diary(loss=3.0)
-    orchestrator_of(diary, JOINT, Cadences(log=Every({"env_steps": 4}))).run()
-    line = diary.lines[0]
+def test_log_line_contents():
+    recorder = Recorder(loss=3.0)
+    orchestrator_of(recorder, JOINT, Cadences(log=Every({"env_steps": 4}))).run()
+    line = recorder.lines[0]
     assert (line["step"], line["frames"], line["updates"]) == (4, 4, 1)
     assert line["train/loss"] == 3.0
     assert line["collect/speed"] == 1.0
     assert {"time/env_steps_per_second", "time/updates_per_second", "workflow/phase_progress"} <= set(line)
 
 
-def test_the_end_of_a_cycle_is_not_logged_again_when_nothing_came_between():
-    diary = Diary()
-    orchestrator_of(diary, JOINT, Cadences(log=Every({"env_steps": 2, "updates": 1, "cycles": 1}))).run()
-    *lines, last = diary.lines
+def test_cycle_end_is_not_logged_twice():
+    recorder = Recorder()
+    orchestrator_of(recorder, JOINT, Cadences(log=Every({"env_steps": 2, "updates": 1, "cycles": 1}))).run()
+    *lines, last = recorder.lines
     places = [(line["step"], line["updates"]) for line in lines]
     assert places == [(2, 0), (2, 1), (4, 1), (4, 2), (6, 2), (6, 3)]
     assert (last["step"], last["updates"]) == (6, 3)  # the run's own last line
 
 
-def test_the_weights_of_epochs_are_kept_the_last_included():
-    diary = Diary()
-    orchestrator_of(diary, JOINT, Cadences(epoch_weights=Every({"cycles": 1}))).run()
-    assert diary.saved == [(2, "epoch_1"), (4, "epoch_2"), (6, "epoch_3"), (6, None)]
+def test_epoch_weights_are_saved_every_cycle():
+    recorder = Recorder()
+    orchestrator_of(recorder, JOINT, Cadences(epoch_weights=Every({"cycles": 1}))).run()
+    assert recorder.saved == [(2, "epoch_1"), (4, "epoch_2"), (6, "epoch_3"), (6, None)]
 
 
-def test_checkpoint_cadence_and_a_failing_disk():
-    diary = Diary()
-    orchestrator_of(diary, JOINT, Cadences(checkpoint=Every({"env_steps": 4}))).run()
-    assert diary.saved == [(4, None), (6, None)]
+def test_checkpoint_cadence_and_save_failures():
+    recorder = Recorder()
+    orchestrator_of(recorder, JOINT, Cadences(checkpoint=Every({"env_steps": 4}))).run()
+    assert recorder.saved == [(4, None), (6, None)]
     for choice, updates in (("continue", 3), ("stop", 2)):
-        diary = Diary()
-        diary.fail_saves = True
-        with pytest.raises(CheckpointError, match="disk full"):  # of the last checkpoint, at the latest
+        recorder = Recorder()
+        recorder.fail_saves = True
+        with pytest.raises(CheckpointError, match="disk full"):  # by the last checkpoint at the latest
             orchestrator_of(
-                diary, JOINT, Cadences(checkpoint=Every({"env_steps": 4})), on_save_failure=choice
+                recorder, JOINT, Cadences(checkpoint=Every({"env_steps": 4})), on_save_failure=choice
             ).run()
-        assert diary.entries.count("update") == updates - (choice == "stop")
-        said = any("training goes on: disk full" in entry for entry in diary.entries)
+        assert recorder.entries.count("update") == updates - (choice == "stop")
+        said = any("training continues: disk full" in entry for entry in recorder.entries)
         assert said == (choice == "continue")
 
 
-def test_nonfinite_updates_stop_the_run_or_are_said():
+def test_nonfinite_updates_stop_or_are_reported():
     with pytest.raises(LabError, match="non-finite"):
-        orchestrator_of(Diary(nonfinite=1.0), JOINT).run()
-    diary = Diary(nonfinite=1.0)
-    orchestrator_of(diary, JOINT, on_nonfinite="continue").run()
-    assert any("non-finite" in entry for entry in diary.entries)
+        orchestrator_of(Recorder(nonfinite=1.0), JOINT).run()
+    recorder = Recorder(nonfinite=1.0)
+    orchestrator_of(recorder, JOINT, on_nonfinite="continue").run()
+    assert any("non-finite" in entry for entry in recorder.entries)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_finishes_the_action_saves_and_returns(number: signal.Signals, capfd):
-    diary = Diary()
-    orchestrator = orchestrator_of(diary, JOINT)
-    collect = diary.collect_step
+def test_signal_finishes_action_and_saves(number: signal.Signals, capfd):
+    recorder = Recorder()
+    orchestrator = orchestrator_of(recorder, JOINT)
+    collect = recorder.collect_step
 
     def interrupted_collect(step, *, phase):
         if step == 2:
             os.kill(os.getpid(), number)
         return collect(step, phase=phase)
 
-    diary.collect_step = interrupted_collect
+    recorder.collect_step = interrupted_collect
     handler = signal.getsignal(number)
     orchestrator.run()
     assert orchestrator.interrupted
-    assert diary.entries[-2:] == ["collect@2", "store 2 in demos"]
-    assert diary.saved == [(4, None)]
+    assert recorder.entries[-2:] == ["collect@2", "store 2 in demos"]
+    assert recorder.saved == [(4, None)]
     assert signal.getsignal(number) is handler
-    assert f"{number.name}: finishing what is under way, then saving" in capfd.readouterr().err
+    assert f"{number.name}: finishing the current action, then saving" in capfd.readouterr().err
 
 
-def test_an_offline_phase_with_too_little_data_is_an_error_at_its_start():
-    diary = Diary()
+def test_offline_phase_needs_enough_data():
+    recorder = Recorder()
     phases = [{"name": "off", "type": "offline", "duration_updates": 3, "workflow_hooks": ["update"]}]
     with pytest.raises(LabError, match="too few rows"):
-        orchestrator_of(diary, phases).run()
-    assert "update" not in diary.entries
+        orchestrator_of(recorder, phases).run()
+    assert "update" not in recorder.entries
 
 
-def test_freezing_holds_for_its_phase_only():
-    diary = Diary()
+def test_freeze_applies_to_its_phase_only():
+    recorder = Recorder()
     phases = [
         {"name": "a", "duration_steps": 2, "workflow_hooks": ["collect"], "freeze": ["part"]},
         {"name": "b", "duration_steps": 2, "workflow_hooks": ["collect"]},
     ]
-    orchestrator = orchestrator_of(diary, phases)
+    orchestrator = orchestrator_of(recorder, phases)
     part = torch.nn.Linear(2, 2)
     orchestrator.run_state.components["part"] = part
     seen = []
-    collect = diary.collect_step
+    collect = recorder.collect_step
 
     def watching(step, *, phase):
         seen.append((phase["name"], part.weight.requires_grad))
         return collect(step, phase=phase)
 
-    diary.collect_step = watching
+    recorder.collect_step = watching
     orchestrator.run()
     assert seen == [("a", False), ("b", True)]

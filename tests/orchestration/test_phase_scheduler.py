@@ -1,4 +1,4 @@
-"""Phase files turned into the expected list of actions."""
+"""Phases give the expected list of actions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scheduler_of(text: str, *, total: int | None = 1000, is_ready=lambda hook, p
 
 
 def walk(scheduler: PhaseScheduler, *, envs: int = 1, limit: int = 200, transform_parts: int = 2) -> str:
-    """Actions by their first letters until the end; collects make `envs` steps."""
+    """Return the actions as letters until the end; a collect makes `envs` steps."""
     letters = {"collect": "c", "update": "u", "update_world_model": "w", "update_controller": "k"}
     letters |= {"evaluate": "e", "encode": "t", "evolve": "v"}
     done = []
@@ -41,7 +41,7 @@ def walk(scheduler: PhaseScheduler, *, envs: int = 1, limit: int = 200, transfor
     return "".join(done) + "…"
 
 
-def test_stages_follow_each_other():
+def test_phases_run_in_order():
     text = """
         - {name: data, duration_steps: 3, workflow_hooks: [collect]}
         - {name: model, type: offline, duration_updates: 4, workflow_hooks: [update_world_model]}
@@ -51,7 +51,7 @@ def test_stages_follow_each_other():
     assert walk(scheduler_of(text)) == "ccc" + "wwww" + "cwk" * 2 + "e"
 
 
-def test_a_phase_of_no_duration_is_left_out():
+def test_phase_with_duration_zero_is_skipped():
     text = """
         - {name: data, duration_cycles: 0, workflow_hooks: [collect]}
         - {name: joint, duration_cycles: 2, workflow_hooks: [collect, update_world_model]}
@@ -59,7 +59,7 @@ def test_a_phase_of_no_duration_is_left_out():
     assert walk(scheduler_of(text)) == "cw" * 2
 
 
-def test_vector_steps_overshoot_at_most_one_step():
+def test_steps_overshoot_by_less_than_one_vector_step():
     scheduler = scheduler_of("[{name: x, duration_steps: 10, workflow_hooks: [collect, update]}]")
     assert walk(scheduler, envs=4) == "cucucu"
     assert scheduler.totals["env_steps"] == 12
@@ -84,14 +84,14 @@ def test_ratios_keep_fractional_credit(pace: str, expected: str):
     assert walk(scheduler_of(text)) == expected
 
 
-def test_a_ratio_of_one_tenth_pays_exactly():
+def test_ratio_of_one_tenth_is_exact():
     text = (
         "[{name: x, duration_steps: 100, workflow_hooks: [collect, {update: {updates_per_env_step: 0.1}}]}]"
     )
     assert walk(scheduler_of(text), limit=500).count("u") == 10
 
 
-def test_credit_starts_when_the_buffer_is_ready_and_is_capped():
+def test_credit_starts_when_ready_and_is_capped():
     steps = {"n": 0}
     text = "[{name: x, duration_steps: 6, workflow_hooks: [collect, {update: {updates_per_env_step: 1}}]}]"
     scheduler = scheduler_of(text, is_ready=lambda hook, phase: steps["n"] >= 3)
@@ -100,14 +100,14 @@ def test_credit_starts_when_the_buffer_is_ready_and_is_capped():
         done += action[0]
         steps["n"] += action == "collect"
         scheduler.advance(action, steps=1 if action == "collect" else 0)
-    assert done == "cc" + "cu" * 4  # nothing is owed for the two steps before
+    assert done == "cc" + "cu" * 4  # no credit for the two steps before
     assert scheduler.skipped == {"update"}
 
     text = "[{name: x, duration_steps: 10, workflow_hooks: [collect, {update: {updates_per_env_step: 3, max_burst: 2}}]}]"
-    assert walk(scheduler_of(text), envs=10).count("u") == 30  # what one collect earned is always paid
+    assert walk(scheduler_of(text), envs=10).count("u") == 30  # updates of one collect are never dropped
 
 
-def test_short_updates_are_skipped_until_ready():
+def test_updates_are_skipped_until_ready():
     seen = []
     text = "[{name: x, duration_steps: 3, workflow_hooks: [collect, update]}]"
     scheduler = scheduler_of(text, is_ready=lambda hook, phase: len(seen) >= 2)
@@ -117,7 +117,7 @@ def test_short_updates_are_skipped_until_ready():
     assert seen == ["collect", "collect", "update", "collect", "update"]
 
 
-def test_evaluate_fires_on_crossing_not_on_equality():
+def test_evaluate_fires_when_limit_is_passed():
     text = "[{name: x, duration_steps: 21, workflow_hooks: [collect, {evaluate: {every_env_steps: 10}}]}]"
     assert walk(scheduler_of(text), envs=7) == "c" + "ce" + "ce"
 
@@ -132,7 +132,7 @@ def test_groups_repeat():
     assert walk(scheduler_of(text)) == "ccu" * 3
 
 
-def test_transform_runs_to_the_end_of_the_buffer_and_evolve_counts_generations():
+def test_transform_and_evolve():
     text = """
         - {name: encode, type: offline, workflow_hooks: [encode]}
         - {name: evolve, duration_updates: 3, workflow_hooks: [evolve]}
@@ -140,7 +140,7 @@ def test_transform_runs_to_the_end_of_the_buffer_and_evolve_counts_generations()
     assert walk(scheduler_of(text), transform_parts=4) == "tttt" + "vvv"
 
 
-def test_total_timesteps_ends_training_after_the_cycle():
+def test_total_timesteps_ends_training_after_cycle():
     text = """
         - {name: endless, workflow_hooks: [collect, update]}
         - {name: never, type: offline, duration_updates: 5, workflow_hooks: [update]}
@@ -148,12 +148,12 @@ def test_total_timesteps_ends_training_after_the_cycle():
     assert walk(scheduler_of(text, total=3)) == "cucucu"
 
 
-def test_no_end_at_all_is_an_error():
+def test_phase_without_end_is_an_error():
     with pytest.raises(ConfigError, match="no duration"):
         scheduler_of("[{name: endless, workflow_hooks: [collect]}]", total=None)
 
 
-def test_nothing_to_do_is_an_error_not_a_hang():
+def test_idle_phase_is_an_error():
     text = "[{name: stuck, duration_steps: 5, workflow_hooks: [update]}]"
     with pytest.raises(ConfigError, match="nothing to do"):
         scheduler_of(text, is_ready=lambda hook, phase: False).next_action()
@@ -173,7 +173,7 @@ def test_progress_and_view():
         view["name"] = "y"
 
 
-def test_advance_refuses_what_was_not_asked():
+def test_advance_refuses_other_action():
     scheduler = scheduler_of("[{name: x, duration_steps: 4, workflow_hooks: [collect, update]}]")
     with pytest.raises(ValueError, match="not the action"):
         scheduler.advance("update")
@@ -191,7 +191,7 @@ TEXT = """
 
 
 @pytest.mark.parametrize("stop_after", range(1, 40, 3))
-def test_stopped_and_resumed_anywhere_it_does_the_same(stop_after: int):
+def test_state_restores_exactly(stop_after: int):
     whole = walk(scheduler_of(TEXT), envs=2)
     first = scheduler_of(TEXT)
     begun = walk(first, envs=2, limit=stop_after).rstrip("…")
@@ -200,7 +200,7 @@ def test_stopped_and_resumed_anywhere_it_does_the_same(stop_after: int):
     assert begun + walk(second, envs=2) == whole
 
 
-def test_other_phases_are_refused_on_resume():
+def test_changed_phases_are_refused_on_resume():
     state = scheduler_of(TEXT).get_state()
     with pytest.raises(CheckpointError, match="phases"):
         scheduler_of("[{name: x, duration_steps: 4, workflow_hooks: [collect]}]").set_state(state)

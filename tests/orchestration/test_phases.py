@@ -1,4 +1,4 @@
-"""Phase files are checked before anything runs, and say what is wrong."""
+"""Phases are checked before a run starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_short_and_long_hook_forms():
     assert phase.freeze == ("encoder",)
 
 
-def test_groups_are_written_out_with_their_iteration():
+def test_groups_are_expanded():
     phases = parse("""
         - {name: start, duration_steps: 5, workflow_hooks: [collect]}
         - repeat: 2
@@ -73,9 +73,9 @@ def test_groups_are_written_out_with_their_iteration():
         ("[{name: x, duration_steps: -1, workflow_hooks: [collect]}]", "at least 0"),
         (
             "[{name: x, duration_steps: 0, workflow_hooks: [collect]}]",
-            "every phase of training.phases has a duration of 0",
+            "training.phases has only phases with a duration of 0",
         ),
-        ("[{name: x, duration_steps: 1.5, workflow_hooks: [collect]}]", "whole number"),
+        ("[{name: x, duration_steps: 1.5, workflow_hooks: [collect]}]", "must be an integer"),
         ("[{name: x, type: onlin, duration_steps: 1, workflow_hooks: [collect]}]", "'online'"),
         ("[{name: x, type: offline, duration_updates: 1, workflow_hooks: [collect]}]", "cannot collect"),
         ("[{name: x, type: offline, workflow_hooks: [update]}]", "never end"),
@@ -84,7 +84,7 @@ def test_groups_are_written_out_with_their_iteration():
         ("[{name: x, duration_steps: 1, workflow_hooks: [{update: {ratio: 2}}]}]", "unknown key 'ratio'"),
         (
             "[{name: x, duration_steps: 1, workflow_hooks: [{update: {repeat: 2, updates_per_env_step: 1}}]}]",
-            "one pace",
+            "set only one of them",
         ),
         (
             "[{name: x, duration_steps: 1, workflow_hooks: [{update: {updates_per_env_step: -1}}]}]",
@@ -99,11 +99,11 @@ def test_groups_are_written_out_with_their_iteration():
         ("[collect]", "must be a mapping"),
     ],
 )
-def test_what_is_wrong_is_said(text: str, message: str):
+def test_invalid_phases_are_refused(text: str, message: str):
     with pytest.raises(ConfigError, match=message):
         parse(text)
 
 
-def test_the_scheduler_needs_no_torch():
+def test_scheduler_does_not_import_torch():
     code = "import sys; import rl_lab.orchestration.phase_scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

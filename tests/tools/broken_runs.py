@@ -11,10 +11,10 @@ BREAKAGES = ("empty config", "broken YAML", "endless steps", "deep line", "huge 
 
 
 def break_run(folder: Path, how: str) -> str:
-    """Make a run unreadable; a piece of the sentence that says why."""
+    """Make a run unreadable; returns a part of the expected message."""
     if how == "empty config":
         (folder / "config.yaml").write_text("")
-        return "config.yaml holds no config"
+        return "config.yaml contains no config"
     if how == "broken YAML":
         (folder / "config.yaml").write_text("a: [1\n")
         return "config.yaml cannot be read as YAML"
@@ -24,10 +24,10 @@ def break_run(folder: Path, how: str) -> str:
     if how == "deep line":
         depth = 100_000  # Python 3.11 gives up at 1,000, newer ones later
         (folder / "metrics.jsonl").write_text('{"a":' * depth + "1" + "}" * depth + "\n")
-        return "cannot be drawn: RecursionError"
+        return "cannot be plotted: RecursionError"
     if how == "huge number":
         (folder / "metrics.jsonl").write_text(f'{{"step": 1, "train/loss": {10**400}}}\n')
-        return "cannot be drawn: OverflowError"
+        return "cannot be plotted: OverflowError"
     raise ValueError(how)
 
 

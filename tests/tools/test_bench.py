@@ -43,7 +43,7 @@ def run_bench(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_table_and_json_wherever_the_option_stands(folder: Path, capsys, first: bool) -> None:
+def test_table_and_json(folder: Path, capsys, first: bool) -> None:
     target = folder / "out" / "fake.json"
     option = ["--json", str(target)]
     assert run_bench(*(option if first else []), "fake", "--size", "3", *([] if first else option)) == 0
@@ -61,20 +61,20 @@ def test_table_and_json_wherever_the_option_stands(folder: Path, capsys, first: 
     ]
 
 
-def test_unknown_name_gets_the_closest(folder: Path) -> None:
-    with pytest.raises(LabError, match=r"no benchmark 'fke'.*Did you mean 'fake'"):
+def test_unknown_name_suggests_closest(folder: Path) -> None:
+    with pytest.raises(LabError, match=r"'fke': there is no benchmark of that name.*Did you mean 'fake'"):
         run_bench("fke")
     for name in ("_help", "../fake", ""):
         with pytest.raises(LabError, match="there is no benchmark"):
             bench.load_benchmark(name)
 
 
-def test_no_name_lists_what_there_is(folder: Path, capsys) -> None:
+def test_no_name_lists_benchmarks(folder: Path, capsys) -> None:
     assert run_bench() == 0
     assert capsys.readouterr().out.splitlines() == ["empty  Has no run.", "fake  Counts to three."]
 
 
-def test_benchmark_without_run_and_rows_without_numbers_are_refused(folder: Path) -> None:
+def test_invalid_benchmarks_raise(folder: Path) -> None:
     with pytest.raises(LabError, match=r"no function run\(argv\)"):
         bench.run_benchmark("empty")
     for row in ('{"name": "x", "value": 1.0}', '{"name": "x", "value": "fast", "unit": "ms"}', "3"):

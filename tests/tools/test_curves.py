@@ -16,7 +16,7 @@ def curve(x: list[float], y: list[float]) -> Curve:
     return Curve(np.array(x, float), np.array(y, float))
 
 
-def test_torn_last_line_and_numbers_that_json_lacks_are_survived(tmp_path: Path) -> None:
+def test_incomplete_line_and_nonfinite_values(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     lines = [{"step": 1, "a": 1.0}, {"step": 2, "a": "NaN"}, {"step": 3, "a": "-Infinity", "note": "text"}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "a": 9')
@@ -29,7 +29,7 @@ def test_torn_last_line_and_numbers_that_json_lacks_are_survived(tmp_path: Path)
     assert Metrics.read(tmp_path / "absent.jsonl").rows == []
 
 
-def test_curve_is_ordered_and_the_last_value_of_a_step_stays() -> None:
+def test_curve_is_sorted_and_keeps_last_value() -> None:
     metrics = metrics_of({"step": 5, "a": 1.0}, {"step": 2, "a": 2.0}, {"step": 5, "a": 3.0}, {"step": 9})
     assert metrics.curve("a").x.tolist() == [2, 5]
     assert metrics.curve("a").y.tolist() == [2.0, 3.0]
@@ -37,14 +37,14 @@ def test_curve_is_ordered_and_the_last_value_of_a_step_stays() -> None:
     assert metrics.best("b") is None and metrics.last("b") is None
 
 
-def test_wall_time_leaves_out_the_pause_before_a_resume() -> None:
+def test_wall_time_excludes_pauses() -> None:
     times = [0.0, 10.0, 20.0, 30.0, 90_000.0, 90_010.0]
     metrics = metrics_of(*({"step": i, "time": at} for i, at in enumerate(times)))
     assert metrics.seconds() == 40.0
     assert metrics_of({"step": 1, "time": 5.0}).seconds() is None
 
 
-def test_smoothing_equals_a_slow_loop() -> None:
+def test_smooth_equals_loop() -> None:
     rng = np.random.default_rng(0)
     raw = curve(list(range(50)), rng.standard_normal(50).tolist())
     raw.y[7] = np.nan
@@ -57,7 +57,7 @@ def test_smoothing_equals_a_slow_loop() -> None:
     assert smoothing_window(10) == 1 and smoothing_window(200) == 10
 
 
-def test_seeds_are_combined_where_all_of_them_have_values() -> None:
+def test_combine_uses_common_steps() -> None:
     band = combine([curve([0, 10, 20], [0, 10, 20]), curve([10, 20, 30], [30, 40, 50])])
     assert band is not None
     assert band.x.tolist() == [10, 20]
@@ -66,7 +66,7 @@ def test_seeds_are_combined_where_all_of_them_have_values() -> None:
     assert band.count == 2
 
 
-def test_combining_interpolates_and_resamples_long_curves() -> None:
+def test_combine_interpolates_and_resamples() -> None:
     band = combine([curve([0, 100], [0, 100]), curve([0, 50, 100], [0, 0, 0])])
     assert band is not None and band.x.tolist() == [0, 50, 100]
     assert band.mean.tolist() == [0, 25, 50]
@@ -76,6 +76,6 @@ def test_combining_interpolates_and_resamples_long_curves() -> None:
     np.testing.assert_allclose(resampled.low, 1.0)
 
 
-def test_curves_that_never_overlap_or_are_empty_have_no_mean() -> None:
+def test_disjoint_or_empty_curves_have_no_mean() -> None:
     assert combine([curve([0, 1], [0, 1]), curve([5, 6], [0, 1])]) is None
     assert combine([curve([], []), curve([1], [np.nan])]) is None

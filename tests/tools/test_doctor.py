@@ -10,10 +10,10 @@ import pytest
 from packaging.requirements import Requirement
 
 import rl_lab
+from rl_lab.errors import DISTRIBUTION, install_line
 from rl_lab.tools import doctor
 from rl_lab.tools import doctor as packages
 from rl_lab.tools.doctor import Declared
-from rl_lab.utils.install import DISTRIBUTION, install_line
 
 ROOT = Path(rl_lab.__file__).resolve().parents[1]
 
@@ -28,8 +28,8 @@ def versions(**known: str) -> Callable[[str], str | None]:
     return {"packaging": "26.0", **{name.replace("_", "-"): text for name, text in known.items()}}.get
 
 
-def test_names_every_extra_quickly(capsys, tmp_path: Path) -> None:
-    begin = time.process_time()  # not the wall: other tests may run beside this one
+def test_every_extra_is_listed(capsys, tmp_path: Path) -> None:
+    begin = time.process_time()  # not wall time: other tests may run in parallel
     code = run_doctor("--output-root", str(tmp_path / "runs"))
     assert time.process_time() - begin < 5
     printed = capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_names_every_extra_quickly(capsys, tmp_path: Path) -> None:
         assert text in printed, text
 
 
-def test_missing_extra_gives_the_line_that_installs_it() -> None:
+def test_missing_extra_shows_install_command() -> None:
     needs = Declared(
         extras={"atari": [Requirement("no-such-package>=1")], "all": [Requirement(f"{DISTRIBUTION}[atari]")]}
     )
@@ -60,8 +60,8 @@ def test_missing_extra_gives_the_line_that_installs_it() -> None:
         assert "no-such-package" in finding.text
 
 
-def install_namesake(folder: Path, author: str, files: tuple[str, ...] = ("rl_lab/__init__.py",)) -> None:
-    """What pip leaves of a distribution `rl-lab` in a folder of packages."""
+def write_former_install(folder: Path, author: str, files: tuple[str, ...] = ("rl_lab/__init__.py",)) -> None:
+    """Write the files that pip leaves for a distribution `rl-lab`."""
     info = folder / "rl_lab-0.1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: rl_lab\nVersion: 0.1.0\nAuthor: {author}\n")
@@ -71,53 +71,53 @@ def install_namesake(folder: Path, author: str, files: tuple[str, ...] = ("rl_la
         (folder / name).write_text("")
 
 
-def namesakes_in(folder: Path) -> list[doctor.Finding]:
+def former_installs_in(folder: Path) -> list[doctor.Finding]:
     return [finding for finding in doctor.check_code() if f" in {folder} is " in finding.text]
 
 
-def test_another_project_under_our_former_name_is_bad(monkeypatch, tmp_path: Path) -> None:
-    install_namesake(tmp_path, "Somebody Else")
+def test_other_project_install_is_bad(monkeypatch, tmp_path: Path) -> None:
+    write_former_install(tmp_path, "Somebody Else")
     monkeypatch.syspath_prepend(tmp_path)
-    cure = f"pip uninstall -y rl-lab && {install_line()}"
-    (finding,) = namesakes_in(tmp_path)
+    fix = f"pip uninstall -y rl-lab && {install_line()}"
+    (finding,) = former_installs_in(tmp_path)
     assert finding.level == "bad" and finding.name == "other rl-lab"
-    assert "can be imported instead of RL Lab" in finding.text and finding.text.endswith(f": {cure}")
-    monkeypatch.setattr(packages, "PACKAGE", tmp_path / "rl_lab")  # both in one folder of packages
+    assert "can be imported instead of RL Lab" in finding.text and finding.text.endswith(f": {fix}")
+    monkeypatch.setattr(packages, "PACKAGE", tmp_path / "rl_lab")  # both in the same site-packages
     monkeypatch.setattr(doctor, "install_line", lambda again: f"pip install again={again}")
     monkeypatch.delattr(rl_lab, "__version__")
-    (finding,) = namesakes_in(tmp_path)
-    assert finding.level == "bad" and "is written over RL Lab" in finding.text
+    (finding,) = former_installs_in(tmp_path)
+    assert finding.level == "bad" and "overwrote RL Lab" in finding.text
     assert finding.text.endswith("pip uninstall -y rl-lab && pip install again=True")
 
 
-def test_this_project_under_its_former_name_is_a_warning(monkeypatch, tmp_path: Path) -> None:
-    install_namesake(tmp_path, packages.AUTHORS, ("__editable__.rl_lab-0.1.0.pth",))
+def test_own_former_install_is_warning(monkeypatch, tmp_path: Path) -> None:
+    write_former_install(tmp_path, packages.AUTHORS, ("__editable__.rl_lab-0.1.0.pth",))
     monkeypatch.syspath_prepend(tmp_path)
-    (finding,) = namesakes_in(tmp_path)
+    (finding,) = former_installs_in(tmp_path)
     assert finding.level == "warn" and finding.name == "former rl-lab"
     assert finding.text.endswith(f"now rl-lab-wm: pip uninstall -y rl-lab && {install_line()}")
 
 
-def test_what_is_no_rl_lab_is_left_alone(monkeypatch, tmp_path: Path) -> None:
+def test_unrelated_packages_are_ignored(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    assert namesakes_in(tmp_path) == []
-    install_namesake(tmp_path / "a", "Somebody Else", ("another_module.py",))
+    assert former_installs_in(tmp_path) == []
+    write_former_install(tmp_path / "a", "Somebody Else", ("another_module.py",))
     monkeypatch.syspath_prepend(tmp_path / "a")
-    assert namesakes_in(tmp_path / "a") == []
+    assert former_installs_in(tmp_path / "a") == []
     # A source tree in which an older build left its metadata; pip does not uninstall that.
-    install_namesake(tmp_path / "b", packages.AUTHORS)
+    write_former_install(tmp_path / "b", packages.AUTHORS)
     monkeypatch.syspath_prepend(tmp_path / "b")
-    assert len(namesakes_in(tmp_path / "b")) == 1
+    assert len(former_installs_in(tmp_path / "b")) == 1
     monkeypatch.setattr(packages, "checkout", lambda: tmp_path / "b")
-    assert namesakes_in(tmp_path / "b") == []
+    assert former_installs_in(tmp_path / "b") == []
 
 
-def test_without_metadata_the_line_that_installs_is_told(monkeypatch) -> None:
+def test_missing_metadata_shows_install_command(monkeypatch) -> None:
     (finding,) = doctor.check_core(Declared())
     assert finding.level == "warn" and finding.text.endswith(f": {install_line()}")
 
 
-def test_core_package_that_is_missing_is_bad_and_an_old_one_a_warning(monkeypatch, capsys) -> None:
+def test_missing_and_old_core_packages(monkeypatch, capsys) -> None:
     needs = Declared(
         core=[Requirement("no-such-package>=1"), Requirement("numpy>=999"), Requirement("numpy")]
     )
@@ -127,17 +127,17 @@ def test_core_package_that_is_missing_is_bad_and_an_old_one_a_warning(monkeypatc
     assert fine.level == "ok"
     monkeypatch.setattr(doctor, "declared", lambda: needs)
     assert run_doctor() == 1
-    assert "1 thing to put right before rl-lab works" in capsys.readouterr().out
+    assert "1 problem to fix before rl-lab works" in capsys.readouterr().out
 
 
-def test_extras_of_other_packages_are_looked_into() -> None:
+def test_extras_of_requirements() -> None:
     found = [package.name for package in packages.find(Requirement("imageio[ffmpeg]"))]
     assert found[0] == "imageio"
     if packages.version_of("imageio") is not None:
         assert "imageio-ffmpeg" in found
 
 
-def test_extras_of_the_project_are_written_out() -> None:
+def test_own_extras_are_expanded() -> None:
     needs = packages.declared()
     names = {requirement.name for requirement in needs.of_extra("demo")}
     assert {"gymnasium", "imageio"} <= names and not {"rl-lab", DISTRIBUTION} & names
@@ -153,12 +153,12 @@ def test_extras_of_the_project_are_written_out() -> None:
         ({"pygame": "2.6.1", "pygame_ce": "2.5.8"}, "pip uninstall"),
     ],
 )
-def test_known_bad_versions_are_warned_about(known: dict[str, str], about: str) -> None:
+def test_incompatible_versions(known: dict[str, str], about: str) -> None:
     (finding,) = doctor.check_pairs(versions(**known))
     assert finding.level == "warn" and about in finding.text
 
 
-def test_good_versions_are_not() -> None:
+def test_compatible_versions() -> None:
     good = versions(dm_control="1.0.50", mujoco="3.17.0", omegaconf="2.3.1", torch="2.13.0+cpu")
     assert [finding.level for finding in doctor.check_pairs(good)] == ["ok"]
     assert [finding.level for finding in doctor.check_pairs(versions(mujoco="4.0.0"))] == ["ok"]
@@ -182,7 +182,7 @@ def test_rendering_advice(monkeypatch) -> None:
         (set(), False, "observe=proprio only; apt-get install libegl1"),
     ],
 )
-def test_the_renderer_that_will_be_taken_is_told(libraries, gpu, text, monkeypatch) -> None:
+def test_chosen_renderer_is_reported(libraries, gpu, text, monkeypatch) -> None:
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.setattr(doctor, "_has_nvidia", lambda: gpu)

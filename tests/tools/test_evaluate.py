@@ -1,4 +1,4 @@
-"""`rl-lab eval`: the same seed gives the same files, and what it says is what was played."""
+"""`rl-lab eval`: determinism, results, videos and scores."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import Episode
 from rl_lab.tools.evaluate import (
     MOST_FRAMES,
-    ActionNotes,
-    Take,
+    ActionLog,
+    LoggedEpisode,
     choose,
     episode_lines,
-    evaluate_run,
+    evaluate,
     parse_changes,
-    play_again,
+    replay_episode,
     summary,
 )
 from rl_lab.tools.published import Task
@@ -41,14 +41,14 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_same_seed_gives_the_same_files_twice(run: Path, tmp_path: Path):
+def test_same_seed_gives_same_files(run: Path, tmp_path: Path):
     texts = []
     for name in ("a", "b"):
         words = ["--episodes", "5", "--seed", "7", "--no-video", "--json", str(tmp_path / f"{name}.json")]
         assert main(["eval", str(run), *words]) == 0
         texts.append([(tmp_path / f"{name}.{kind}").read_bytes() for kind in ("json", "csv")])
     assert texts[0] == texts[1]
-    other = evaluate_run(run, episodes=5, seed=8, json_file=str(tmp_path / "c.json"))
+    other = evaluate(run, episodes=5, seed=8, json_file=str(tmp_path / "c.json"))
     assert other["returns"] != json.loads(texts[0][0])["returns"]
 
 
@@ -70,7 +70,7 @@ def test_table_json_csv_and_videos(run: Path, capsys):
     for name in ("best", "median", "worst"):
         assert f"{name} episode: " in printed
         assert len(list((run / "media" / "episodes" / "test").glob(f"eval_{name}_*"))) == 1
-    assert "IQM" in printed and "deterministic" in printed and "does not repeat itself" not in printed
+    assert "IQM" in printed and "deterministic" in printed and "is not deterministic" not in printed
 
 
 def test_any_checkpoint(run: Path, tmp_path: Path):
@@ -78,80 +78,94 @@ def test_any_checkpoint(run: Path, tmp_path: Path):
         int(file.stem.removeprefix("step_").partition(".")[0])
         for file in (run / "checkpoints").glob("step_*.json")
     )
-    first = evaluate_run(run, episodes=1, checkpoint=str(steps[0]), json_file=str(tmp_path / "a.json"))
-    newest = evaluate_run(run, episodes=1, checkpoint="latest", json_file=str(tmp_path / "b.json"))
+    first = evaluate(run, episodes=1, checkpoint=str(steps[0]), json_file=str(tmp_path / "a.json"))
+    newest = evaluate(run, episodes=1, checkpoint="latest", json_file=str(tmp_path / "b.json"))
     assert first["step"] == steps[0] < newest["step"] == steps[-1]
     named = run / "checkpoints" / first["weights"]
-    assert evaluate_run(named, episodes=1, json_file=str(tmp_path / "c.json"))["step"] == steps[0]
+    assert evaluate(named, episodes=1, json_file=str(tmp_path / "c.json"))["step"] == steps[0]
     assert (
-        evaluate_run(run, episodes=1, checkpoint=str(named), json_file=str(tmp_path / "d.json"))["step"]
+        evaluate(run, episodes=1, checkpoint=str(named), json_file=str(tmp_path / "d.json"))["step"]
         == steps[0]
     )
     assert (
-        evaluate_run(run, episodes=1, checkpoint="best", json_file=str(tmp_path / "e.json"))["checkpoint"]
+        evaluate(run, episodes=1, checkpoint="best", json_file=str(tmp_path / "e.json"))["checkpoint"]
         == "best"
     )
     with pytest.raises(CheckpointError, match=f"no checkpoint '123'.*step_{steps[0]:09d}"):
-        evaluate_run(run, episodes=1, checkpoint="123")
+        evaluate(run, episodes=1, checkpoint="123")
 
 
-def test_other_settings_of_the_environment(run: Path, tmp_path: Path):
-    result = evaluate_run(run, episodes=2, environment={"time_limit": 3}, json_file=str(tmp_path / "a.json"))
+def test_changed_environment_settings(run: Path, tmp_path: Path):
+    result = evaluate(run, episodes=2, environment={"time_limit": 3}, json_file=str(tmp_path / "a.json"))
     assert result["lengths"] == [3, 3] and result["environment"] == {"time_limit": 3}
     with pytest.raises(ConfigError, match=r"was trained with vector \(4,\).*image"):
-        evaluate_run(run, episodes=1, environment={"pixels": True, "size": 16})
+        evaluate(run, episodes=1, environment={"pixels": True, "size": 16})
     assert parse_changes(["a=1", "b=[x, 2]"]) == {"a": 1, "b": ["x", 2]}
     for wrong in ("novalue", "=3", "a={"):
         with pytest.raises(ConfigError, match="--env"):
             parse_changes([wrong])
     with pytest.raises(ConfigError, match="at least 1"):
-        evaluate_run(run, episodes=0)
+        evaluate(run, episodes=0)
 
 
-# ---------------------------------------------------------------- films
+# --- Videos ---
 
 
-def test_an_episode_is_played_again_as_it_was():
+def test_replayed_episode_is_identical():
     factory = env_factory("dummy/discrete", length=6)
-    film = play_again(factory, "dummy", Take(env=1, number=2, actions=np.array([0, 1, 2])), seed=5)
-    again = play_again(factory, "dummy", Take(env=1, number=2, actions=np.array([0, 1, 2])), seed=5)
-    assert film.episode_return == again.episode_return and film.whole and film.fps == 10
-    np.testing.assert_array_equal(film.frames, again.frames)
-    assert film.frames.shape == (4, 32, 32, 3)
+    video = replay_episode(
+        factory, "dummy", LoggedEpisode(env=1, number=2, actions=np.array([0, 1, 2])), seed=5
+    )
+    again = replay_episode(
+        factory, "dummy", LoggedEpisode(env=1, number=2, actions=np.array([0, 1, 2])), seed=5
+    )
+    assert video.episode_return == again.episode_return and video.complete and video.fps == 10
+    np.testing.assert_array_equal(video.frames, again.frames)
+    assert video.frames.shape == (4, 32, 32, 3)
 
 
-def test_what_cannot_be_rendered_is_filmed_as_the_agent_sees_it_or_said(monkeypatch):
+def test_unrendered_environment_uses_image_observation(monkeypatch):
     from rl_lab.environments.suites import dummy
 
     monkeypatch.setattr(dummy.CueEnv, "render", lambda self: None)
-    seen = play_again(env_factory("dummy/dict"), "dummy/dict", Take(0, 0, np.array([[0, 0]])), seed=1)
+    seen = replay_episode(
+        env_factory("dummy/dict"), "dummy/dict", LoggedEpisode(0, 0, np.array([[0, 0]])), seed=1
+    )
     assert seen.frames.shape == (2, 16, 16, 3)
     with pytest.raises(LabError, match="renders no frames"):
-        play_again(env_factory("dummy/discrete"), "dummy/discrete", Take(0, 0, np.array([0])), seed=1)
+        replay_episode(
+            env_factory("dummy/discrete"), "dummy/discrete", LoggedEpisode(0, 0, np.array([0])), seed=1
+        )
 
 
-def test_long_episodes_are_cut_and_failures_are_said(monkeypatch):
+def test_long_episodes_and_failures(monkeypatch):
     factory = env_factory("dummy/count", length=MOST_FRAMES + 50)
-    film = play_again(factory, "count", Take(0, 0, np.zeros(MOST_FRAMES + 20, dtype=np.int64)), seed=1)
-    assert len(film.frames) == MOST_FRAMES and not film.whole
-    with pytest.raises(LabError, match="failed when it was played again"):
-        play_again(env_factory("dummy/discrete"), "dummy", Take(0, 0, np.array([["x"]])), seed=1)
+    video = replay_episode(
+        factory, "count", LoggedEpisode(0, 0, np.zeros(MOST_FRAMES + 20, dtype=np.int64)), seed=1
+    )
+    assert len(video.frames) == MOST_FRAMES and not video.complete
+    with pytest.raises(LabError, match="failed while the episode was replayed"):
+        replay_episode(env_factory("dummy/discrete"), "dummy", LoggedEpisode(0, 0, np.array([["x"]])), seed=1)
 
 
-def test_sys_exit_in_a_film_ends_the_film_only(monkeypatch):
+def test_sys_exit_while_rendering(monkeypatch):
     from rl_lab.environments.suites import dummy
 
     monkeypatch.setattr(dummy.CueEnv, "render", lambda self: sys.exit(0))
     monkeypatch.setattr(dummy.CueEnv, "close", lambda self: sys.exit(0), raising=False)
-    seen = play_again(env_factory("dummy/dict"), "dummy/dict", Take(0, 0, np.array([[0, 0]])), seed=1)
+    seen = replay_episode(
+        env_factory("dummy/dict"), "dummy/dict", LoggedEpisode(0, 0, np.array([[0, 0]])), seed=1
+    )
     assert seen.frames.shape == (2, 16, 16, 3)
     monkeypatch.setattr(dummy.CueEnv, "step", lambda self, action: sys.exit(0))
-    with pytest.raises(LabError, match="dummy/dict failed when it was played again: SystemExit: 0"):
-        play_again(env_factory("dummy/dict"), "dummy/dict", Take(0, 0, np.array([[0, 0]])), seed=1)
+    with pytest.raises(LabError, match="dummy/dict failed while the episode was replayed: SystemExit: 0"):
+        replay_episode(
+            env_factory("dummy/dict"), "dummy/dict", LoggedEpisode(0, 0, np.array([[0, 0]])), seed=1
+        )
 
 
-def test_actions_are_noted_by_episode():
-    notes = ActionNotes()
+def test_actions_are_logged_by_episode():
+    log = ActionLog()
     rows = [  # two environments; the first one's first episode has two steps, its second one
         ([1, 5], [True, True], [False, False]),
         ([2, 6], [False, False], [False, False]),
@@ -160,7 +174,7 @@ def test_actions_are_noted_by_episode():
         ([0, 0], [False, False], [True, True]),
     ]
     for action, first, ended in rows:
-        notes.add(
+        log.add(
             {
                 "action": np.array(action),
                 "is_first": np.array(first),
@@ -168,9 +182,9 @@ def test_actions_are_noted_by_episode():
                 "truncated": np.zeros(2, bool),
             }
         )
-    assert notes.take(0, 2).actions.tolist() == [1, 2]
-    assert notes.take(1, 2).actions.tolist() == [5, 6, 7, 8]
-    assert notes.take(2, 2).actions.tolist() == [3] and notes.take(2, 2).number == 1
+    assert log.episode(0, 2).actions.tolist() == [1, 2]
+    assert log.episode(1, 2).actions.tolist() == [5, 6, 7, 8]
+    assert log.episode(2, 2).actions.tolist() == [3] and log.episode(2, 2).number == 1
 
 
 def test_best_median_and_worst():
@@ -179,7 +193,7 @@ def test_best_median_and_worst():
     assert choose(episodes[:2]) == {"best": 1, "worst": 0} and choose(episodes[:1]) == {"best": 0}
 
 
-# ---------------------------------------------------------------- scores
+# --- Scores ---
 
 
 def test_atari_is_human_normalised():

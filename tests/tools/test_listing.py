@@ -23,9 +23,7 @@ def write(folder: Path, name: str, text: str) -> Path:
     return file
 
 
-def test_every_shipped_config_is_listed_once_with_words_of_its_own(
-    capsys, tmp_path: Path, monkeypatch
-) -> None:
+def test_every_shipped_config_is_listed_once(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     files = [file.relative_to(listing.PACKAGED) for file in listing.PACKAGED.rglob("*.yaml")]
     in_groups = [file for file in files if len(file.parts) > 1]
@@ -46,7 +44,7 @@ def test_every_shipped_config_is_listed_once_with_words_of_its_own(
             assert printed.count(f"  {entry.name} ") == 1
 
 
-def test_a_users_configs_are_listed_beside_ours(capsys, tmp_path: Path, monkeypatch) -> None:
+def test_user_configs_are_listed(capsys, tmp_path: Path, monkeypatch) -> None:
     write(tmp_path / "configs", "experiment/mine.yaml", "# @package _global_\n\n# My own idea.\nx: 1\n")
     write(tmp_path / "more", "experiment/other.yaml", "# @package _global_\n_target_: my.Thing\n")
     write(tmp_path / "more", "components/encoder/plain.yaml", "x: 1\n")
@@ -60,12 +58,12 @@ def test_a_users_configs_are_listed_beside_ours(capsys, tmp_path: Path, monkeypa
     assert printed.count("My own idea.") == 1
 
 
-def test_unknown_folder_is_refused(tmp_path: Path) -> None:
+def test_unknown_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="there is no such folder"):
         listing.config_folders([tmp_path / "absent"])
 
 
-def test_suites_are_ready_or_say_what_to_install(capsys, monkeypatch) -> None:
+def test_suites_show_state_or_install_command(capsys, monkeypatch) -> None:
     printed = run_list(capsys, "environments")
     lines = {line.split()[0]: line for line in printed.partition("suites:")[2].splitlines()[1:]}
     assert "ready" in lines["dummy"] and "gym" in lines
@@ -76,13 +74,15 @@ def test_suites_are_ready_or_say_what_to_install(capsys, monkeypatch) -> None:
     assert rows["dummy"][:2] == ("ready", "-")
 
 
-def test_a_suite_tells_all_its_tasks(capsys, monkeypatch) -> None:
+def test_suite_tasks(capsys, monkeypatch) -> None:
     assert run_list(capsys, "--suite", "carracing").split() == ["continuous", "discrete"]
-    with pytest.raises(LabError, match=r"no suite 'atari10k'\. Did you mean 'atari100k'"):
+    with pytest.raises(
+        LabError, match=r"--suite atari10k: there is no such suite\. Did you mean 'atari100k'"
+    ):
         listing.tasks_of("atari10k")
     monkeypatch.setattr(listing, "find", lambda requirement: [listing_package(requirement.name)])
     monkeypatch.setattr(listing, "_tasks", lambda module: [])  # as a suite whose package is missing
-    with pytest.raises(LabError, match=r"'minigrid' tells no tasks: pip install .*minigrid"):
+    with pytest.raises(LabError, match=r"--suite minigrid: the suite lists no tasks: pip install .*minigrid"):
         listing.tasks_of("minigrid")
 
 
@@ -92,6 +92,6 @@ def listing_package(name: str):
     return Package(name, None, "", False)
 
 
-def test_benchmarks_are_listed_with_their_first_sentence(capsys) -> None:
+def test_benchmarks_are_listed(capsys) -> None:
     printed = run_list(capsys, "benchmarks")
-    assert "loop" in printed and "what one action costs" in printed
+    assert "loop" in printed and "Overhead of the training loop" in printed

@@ -14,7 +14,7 @@ def task(**config: str) -> Task:
     return Task.from_config({f"environment.{key}": value for key, value in config.items()})
 
 
-def test_tasks_are_found_under_every_name():
+def test_task_names():
     assert task(suite="atari100k", task="Ms-Pacman") == Task("atari100k", "ms_pacman")
     assert task(task="atari100k_up_n_down").full_name == "atari100k/up_n_down"
     assert task(task="KungFuMasterNoFrameskip-v4") == Task("atari100k", "kung_fu_master")
@@ -36,7 +36,7 @@ def test_normalisation():
         assert normalisation(Task("atari", game)) is not None, game
 
 
-def test_published_scores_fit_the_suites():
+def test_published_tasks_exist():
     known = {"atari100k": ATARI_100K, "crafter": ["reward"], "dmc": DMC_TASKS}
     for block in benchmarks():
         assert set(block.scores) <= set(known[block.suite]), block.agent
@@ -50,8 +50,11 @@ def test_published_scores_fit_the_suites():
     [block for block in benchmarks() if "mean" in block.aggregates],
     ids=lambda b: f"{b.suite} {b.agent}",
 )
-def test_published_aggregates_follow_from_the_published_scores(block):
-    """Mean and median are of task means, so the table of means gives them; rounding of the scores moves them."""
+def test_published_aggregates_match_scores(block):
+    """Mean and median are of task means, so the table of means gives them.
+
+    Rounding of the scores moves them.
+    """
     scores = [
         np.array([normalisation(Task(block.suite, name))(score)])  # type: ignore[misc]
         for name, score in block.scores.items()
@@ -60,7 +63,7 @@ def test_published_aggregates_follow_from_the_published_scores(block):
     assert float(statistics.median(scores)) == pytest.approx(block.aggregates["median"], abs=0.015)
 
 
-def test_published_are_those_of_the_same_observations():
+def test_published_scores_match_observations():
     proprio = published(task(suite="dmc", task="walker_walk", observe="proprio"))
     vision = published(task(suite="dmc", task="walker_walk", observe="vision"))
     assert {(row.agent, row.frames) for row in vision} == {("DreamerV3", 1_000_000), ("TD-MPC2", 1_000_000)}

@@ -21,10 +21,10 @@ from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION, write_manifest
 MakeRun = Callable[..., Path]
 
 
-def assert_is_a_picture(path: Path) -> None:
-    with Image.open(path) as picture:
-        assert 800 <= picture.width <= 2400 and 200 <= picture.height <= 6000
-        pixels = np.asarray(picture.convert("L"))
+def assert_is_figure(path: Path) -> None:
+    with Image.open(path) as image:
+        assert 800 <= image.width <= 2400 and 200 <= image.height <= 6000
+        pixels = np.asarray(image.convert("L"))
     assert pixels.std() > 3, "nothing was drawn"
 
 
@@ -40,7 +40,7 @@ def test_one_run(make_run: MakeRun) -> None:
     assert paths[0] == run / "report" / "index.html" and paths[1] == run / "report" / "curve.png"
     assert all(path.is_file() for path in paths) and len(set(paths)) == len(paths)
     for path in paths[1:]:
-        assert_is_a_picture(path)
+        assert_is_figure(path)
     page = paths[0].read_text()
     assert_needs_no_network(page)
     for text in (
@@ -59,12 +59,12 @@ def test_one_run(make_run: MakeRun) -> None:
     assert "eval episode, step 20,000" in page
 
 
-def test_seeds_and_variants_of_several_runs(make_run: MakeRun, tmp_path: Path) -> None:
+def test_several_seeds_and_variants(make_run: MakeRun, tmp_path: Path) -> None:
     make_run(seed=0), make_run(seed=1), make_run(seed=1, train_ratio=64)
     paths = report.write_report([tmp_path / "outputs"], out=tmp_path / "all")
     assert paths[0] == tmp_path / "all" / "index.html"
     for path in paths[1:]:
-        assert_is_a_picture(path)
+        assert_is_figure(path)
     page = paths[0].read_text()
     assert_needs_no_network(page)
     for text in ("dreamer_cartpole train_ratio=32, seed 0", "dreamer_cartpole train_ratio=32, seed 1"):
@@ -72,17 +72,17 @@ def test_seeds_and_variants_of_several_runs(make_run: MakeRun, tmp_path: Path) -
     assert "dreamer_cartpole train_ratio=64" in page
     assert "95 % bootstrap interval" in page and "probability of improvement" in page
     assert {"aggregates.png", "profiles.png"} <= {path.name for path in paths}
-    assert "algorithm.train_ratio" in page and "what differs" in page
+    assert "algorithm.train_ratio" in page and "difference" in page
 
 
-def test_several_runs_are_written_where_one_stands(make_run: MakeRun, tmp_path: Path, monkeypatch) -> None:
+def test_report_folder_of_several_runs(make_run: MakeRun, tmp_path: Path, monkeypatch) -> None:
     runs = [make_run(lines=12, media=False), make_run(lines=12, seed=1, media=False)]
     monkeypatch.chdir(tmp_path)
     assert report.write_report(runs)[0] == Path("report/index.html")
     assert (tmp_path / "report" / "curve.png").is_file()
 
 
-def test_groups_differ_by_more_than_their_seed(make_run: MakeRun) -> None:
+def test_groups(make_run: MakeRun) -> None:
     folders = [make_run(seed=seed, train_ratio=ratio, lines=5) for seed, ratio in ((0, 32), (1, 32), (0, 8))]
     runs = load_runs([RunFolder(folder) for folder in folders])
     assert [run.group for run in runs] == ["dreamer_cartpole train_ratio=32"] * 2 + [
@@ -112,7 +112,7 @@ def test_summary(make_run: MakeRun) -> None:
     assert summary.code == "commit 0123456789abcdef, with uncommitted changes"
 
 
-def test_run_that_has_only_begun(make_run: MakeRun) -> None:
+def test_run_without_metrics(make_run: MakeRun) -> None:
     run = make_run(lines=0, media=False)
     paths = report.write_report([run])
     assert "No episode has ended yet" in paths[0].read_text()
@@ -129,7 +129,7 @@ def test_keys_choose_metrics(make_run: MakeRun) -> None:
         report.write_report([run], keys=["train/los/reward"])
 
 
-def test_large_media_are_linked_and_names_are_escaped(make_run: MakeRun) -> None:
+def test_large_media_are_linked(make_run: MakeRun) -> None:
     run = make_run(name="'<b>x</b>'", lines=5, media=False)
     video = run / "media" / "episodes" / "test" / "a long#film_000000005.mp4"
     video.write_bytes(b"\0" * LARGEST_EMBEDDED)
@@ -141,7 +141,7 @@ def test_large_media_are_linked_and_names_are_escaped(make_run: MakeRun) -> None
     assert "<b>x</b>" not in page and "&lt;b&gt;x&lt;/b&gt;" in page
 
 
-def test_media_beyond_the_page_s_room_are_linked(make_run: MakeRun, monkeypatch) -> None:
+def test_excess_media_are_linked(make_run: MakeRun, monkeypatch) -> None:
     from rl_lab.tools.report import page as report_page
 
     run = make_run(lines=5, media=False)
@@ -154,7 +154,7 @@ def test_media_beyond_the_page_s_room_are_linked(make_run: MakeRun, monkeypatch)
     assert page.count("data:video/mp4") == 2 and page.count('href="../media/recordings/') == 1
 
 
-def test_the_newest_run_or_the_whole_newest_sweep(make_run: MakeRun, tmp_path: Path) -> None:
+def test_newest_run_or_sweep(make_run: MakeRun, tmp_path: Path) -> None:
     root = tmp_path / "outputs"
     alone = make_run(lines=2, media=False)
     os.utime(alone / "config.yaml", (1_000, 1_000))
@@ -168,7 +168,7 @@ def test_the_newest_run_or_the_whole_newest_sweep(make_run: MakeRun, tmp_path: P
     assert [run.path for run in find_runs([root])] == [alone, *sweep]
 
 
-def test_grouping_by_experiment_and_by_workflow(make_run: MakeRun) -> None:
+def test_grouping_by_name(make_run: MakeRun) -> None:
     folders = [
         RunFolder(make_run(name=name, train_ratio=ratio, lines=5, media=False, environment=f"task: {task}"))
         for name, ratio, task in (("a", 1, "X-v0"), ("a", 2, "Y-v0"), ("b", 1, "X-v0"))
@@ -181,16 +181,16 @@ def test_grouping_by_experiment_and_by_workflow(make_run: MakeRun) -> None:
     assert by_config[0].group == "a task=X-v0" and by_config[0].method == "a train_ratio=1"
 
 
-def test_runs_are_found_by_folder_checkpoint_or_as_the_newest(make_run: MakeRun, tmp_path: Path) -> None:
+def test_find_runs(make_run: MakeRun, tmp_path: Path) -> None:
     first, second = make_run(lines=2), make_run(lines=2)
     assert [run.path for run in find_runs([tmp_path / "outputs", first])] == [first, second]
     assert find_runs([first / "checkpoints" / "last.pt"])[0].path == first
     assert find_runs([], root=str(tmp_path / "outputs"))[0].path in (first, second)
-    with pytest.raises(LabError, match="no run at"):
+    with pytest.raises(LabError, match="is not a run"):
         find_runs([tmp_path / "nothing"])
 
 
-def test_command_prints_what_it_wrote(make_run: MakeRun, capsys) -> None:
+def test_command_prints_paths(make_run: MakeRun, capsys) -> None:
     run = make_run(lines=5)
     parser = argparse.ArgumentParser()
     report.add_arguments(parser)
@@ -199,13 +199,13 @@ def test_command_prints_what_it_wrote(make_run: MakeRun, capsys) -> None:
     assert str(run / "report" / "index.html") in printed and str(run / "report" / "curve.png") in printed
 
 
-def test_runs_that_cannot_be_read_do_not_cost_the_others(make_run: MakeRun, tmp_path: Path, capsys) -> None:
+def test_unreadable_runs_are_left_out(make_run: MakeRun, tmp_path: Path, capsys) -> None:
     good = write_short_metrics(make_run(name="whole", lines=2, media=False))
     expected = [break_run(make_run(how, lines=2, media=False), how) for how in BREAKAGES]
     paths = report.write_report([tmp_path / "outputs"], out=tmp_path / "all")
     page, errors = paths[0].read_text(), capsys.readouterr().err
     assert "Left out" in page and "whole" in page and str(good) in page
-    assert_is_a_picture(paths[1])
+    assert_is_figure(paths[1])
     for how, words in zip(BREAKAGES, expected):
         (line,) = (line for line in errors.splitlines() if how in line)
         assert line.startswith(f"left out: {tmp_path / 'outputs' / how}") and words in line
@@ -214,7 +214,7 @@ def test_runs_that_cannot_be_read_do_not_cost_the_others(make_run: MakeRun, tmp_
 
 
 @pytest.mark.parametrize("how", BREAKAGES)
-def test_one_run_that_cannot_be_read_is_an_error_of_one_sentence(make_run: MakeRun, how: str) -> None:
+def test_single_unreadable_run_raises(make_run: MakeRun, how: str) -> None:
     run = make_run(lines=2, media=False)
     words = break_run(run, how)
     with pytest.raises(LabError) as caught:
@@ -223,18 +223,20 @@ def test_one_run_that_cannot_be_read_is_an_error_of_one_sentence(make_run: MakeR
     assert text.startswith(str(run)) and words in text and "\n" not in text
 
 
-def test_of_several_runs_that_cannot_be_read_the_first_is_named(make_run: MakeRun, tmp_path: Path) -> None:
+def test_several_unreadable_runs_raise(make_run: MakeRun, tmp_path: Path) -> None:
     for number in range(3):
         break_run(make_run(f"day/{number}", lines=2, media=False), "empty config")
-    with pytest.raises(LabError, match=r"day/0/config\.yaml holds no config; 2 more runs cannot be drawn"):
+    with pytest.raises(
+        LabError, match=r"day/0/config\.yaml contains no config; 2 more runs cannot be plotted"
+    ):
         report.write_report([tmp_path / "outputs"], out=tmp_path / "all")
 
 
-def test_a_binary_code_file_and_a_huge_picture_do_not_cost_the_run(make_run: MakeRun) -> None:
+def test_binary_code_file_and_huge_image(make_run: MakeRun) -> None:
     run = write_short_metrics(make_run(lines=2))
     (run / "code.txt").write_bytes(b"commit \xff\xfe\x00\n")
-    picture = write_huge_png(run / "media" / "episodes" / "test" / "frame_000000002.png")
+    image = write_huge_png(run / "media" / "episodes" / "test" / "frame_000000002.png")
     (run / "media" / "gone.gif").symlink_to(run / "nothing.gif")
     page = report.write_report([run])[0].read_text()
     assert "commit \ufffd" in page and page.count("data:image/gif") == 1
-    assert f"{picture} cannot be shown: DecompressionBombError" in page
+    assert f"{image} cannot be shown: DecompressionBombError" in page

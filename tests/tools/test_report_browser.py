@@ -29,7 +29,7 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-def test_a_page_in_a_file_asks_for_nothing_else(browser: Any, make_run: MakeRun, tmp_path: Path):
+def test_page_is_self_contained(browser: Any, make_run: MakeRun, tmp_path: Path):
     runs = [make_run(name=name, seed=seed, lines=12) for name in ("a", "b") for seed in (0, 1, 2)]
     index = report.write_report(runs, out=tmp_path / "report", keys=["train/loss/reward"])[0]
     page = browser.new_page()
@@ -45,7 +45,7 @@ def test_a_page_in_a_file_asks_for_nothing_else(browser: Any, make_run: MakeRun,
     )
 
 
-def test_the_live_page_loads_itself_anew(browser: Any, make_run: MakeRun, tmp_path: Path):
+def test_live_page_reloads(browser: Any, make_run: MakeRun, tmp_path: Path):
     run = make_run(lines=5, media=False)
     access = WebAccess("127.0.0.1", "secret")
     live = LiveReport([tmp_path / "outputs"], token=access.token)

@@ -1,4 +1,4 @@
-"""One score a run, and what several come to: over seeds, over tasks, beside published numbers."""
+"""Scores of runs, aggregates over seeds and tasks, and comparison with published scores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scores(method: str, **values: list[float]) -> MethodScores:
     return MethodScores(method, tasks, dict.fromkeys(tasks, 400_000))
 
 
-def test_a_run_s_score_is_of_its_last_tenth():
+def test_score_uses_last_tenth():
     rows = [{"step": step, "eval/return_mean": float(step)} for step in range(0, 101, 5)]
     assert final_score(run_of(rows)) == pytest.approx(np.mean([90, 95, 100]))
     assert final_score(run_of([*rows, {"step": 200}])) == 100.0  # evaluated long ago: the last one counts
@@ -71,8 +71,8 @@ def test_methods_and_tasks(make_run: MakeRun):
     paths = report.write_report(folders, out="all", keys=["train/loss/reward"])
     assert {"efficiency.png", "aggregates.png", "profiles.png", "curve.png"} <= {path.name for path in paths}
     for path in paths[1:]:
-        with Image.open(path) as picture:
-            assert np.asarray(picture.convert("L")).std() > 3
+        with Image.open(path) as image:
+            assert np.asarray(image.convert("L")).std() > 3
     page = paths[0].read_text()
     assert (
         "human-normalised scores over tasks" in page and "Micheli et al. 2023" in page and "ours: a" in page
@@ -99,12 +99,12 @@ def test_tables_by_hand():
     assert by_task.rows[0][-1] == "0.5"
 
 
-def test_no_aggregates_where_a_task_has_no_scale():
+def test_no_aggregates_without_normalisation():
     plain = MethodScores("m", {Task("", "X-v0"): np.array([1.0]), PONG: np.array([1.0])}, {})
     assert scale_name([plain]) == "" and aggregate_table([plain]) is None and plain.normalised is None
 
 
-def test_published_beside_ours():
+def test_published_scores_in_report():
     few = published_tables([scores("ours", pong=[20.0])])
     assert len(few) == 1 and few[0].strong == [0]
     agents = [row[1] for row in few[0].rows]

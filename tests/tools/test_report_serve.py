@@ -1,4 +1,4 @@
-"""The live page: it follows the runs, and is shown to nobody who may not see it."""
+"""The live page: updates and access control."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def get(
         return error.code, error.read(), dict(error.headers)
 
 
-def test_the_page_follows_the_runs(served, make_run: MakeRun, tmp_path: Path, monkeypatch):
+def test_live_page_follows_runs(served, make_run: MakeRun, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(report_page, "LARGEST_EMBEDDED", 100)
     server = served()
     live = server.live
@@ -71,7 +71,7 @@ def test_the_page_follows_the_runs(served, make_run: MakeRun, tmp_path: Path, mo
     status, page, headers = get(server)
     assert status == 200 and b"dreamer_cartpole" in page and get(server, "version")[1] == b"2"
     assert "'none'" in headers["Content-Security-Policy"] and "no-store" in headers["Cache-Control"]
-    # A file too large for the page is linked, and served by that link alone.
+    # A file too large for the page is linked, and served only under that link.
     (link,) = re.findall(r'href="(file/[^"]+)"', page.decode())
     assert get(server, link)[1] == (run / "media/episodes/test/eval_episode_000020000.gif").read_bytes()
     assert get(server, "file/9.gif")[0] == 404
@@ -80,32 +80,30 @@ def test_the_page_follows_the_runs(served, make_run: MakeRun, tmp_path: Path, mo
     with (run / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 21000, "collect/return_mean": 3.0}\n')
     assert live.refresh() and live.version == "3" and b"21,000" in get(server)[1]
-    # A run that vanishes, or cannot be read, does not end it.
+    # A deleted or unreadable run does not end the server.
     (run / "config.yaml").write_text("{broken")
     assert live.refresh() and b"could not be drawn" in get(server)[1]
     shutil.rmtree(run)
     assert live.refresh() and b"no run below" in get(server)[1]
 
 
-def test_runs_that_cannot_be_read_are_named_beside_the_others(served, make_run: MakeRun, tmp_path: Path):
-    write_short_metrics(make_run(name="whole", lines=2, media=False))
+def test_live_page_lists_unreadable_runs(served, make_run: MakeRun, tmp_path: Path):
+    write_short_metrics(make_run(name="intact", lines=2, media=False))
     expected = [break_run(write_short_metrics(make_run(how, lines=2, media=False)), how) for how in BREAKAGES]
     server = served()
     assert server.live.refresh()
     page = html.unescape(get(server)[1].decode())
-    assert "whole" in page and "could not be drawn" in page and page.count('class="plot"') >= 2
+    assert "intact" in page and "could not be plotted" in page and page.count('class="plot"') >= 2
     for how, words in zip(BREAKAGES, expected):
         assert re.search(re.escape(str(tmp_path / "outputs" / how)) + f".*{re.escape(words)}", page), how
-    # Put right, it is drawn; the length of the file stays the same.
+    # A fixed run is plotted; the length of the file stays the same.
     config = tmp_path / "outputs" / "broken YAML" / "config.yaml"
     config.write_text("a: 11\n")
     os.utime(config, (1, 1))
     assert server.live.refresh() and b"cannot be read as YAML" not in get(server)[1]
 
 
-def test_files_that_vanish_and_links_to_nothing_do_not_stop_the_look(
-    make_run: MakeRun, tmp_path: Path, monkeypatch
-):
+def test_deleted_files_and_broken_links_are_ignored(make_run: MakeRun, tmp_path: Path, monkeypatch):
     run = write_short_metrics(make_run(lines=2))
     (run / "media" / "gone.gif").symlink_to(run / "nothing.gif")
     (tmp_path / "outputs" / "away").symlink_to(tmp_path / "nowhere")
@@ -120,18 +118,17 @@ def test_files_that_vanish_and_links_to_nothing_do_not_stop_the_look(
     monkeypatch.setattr(Path, "stat", stat)
     live = LiveReport([tmp_path / "outputs"])
     assert live.refresh() and vanished and b"dreamer_cartpole" in live.page
-    assert b"could not be drawn" not in live.page and not live.refresh()
+    assert b"could not be drawn" not in live.page and b"could not be plotted" not in live.page
+    assert not live.refresh()
     live.close()
 
 
-def test_the_thread_survives_any_exception_and_says_it_once(
-    make_run: MakeRun, tmp_path: Path, monkeypatch, capsys
-):
-    monkeypatch.setattr(report_serve, "LOOK_SECONDS", 0.01)
-    looks = threading.Semaphore(0)
+def test_watch_thread_survives_exceptions(make_run: MakeRun, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(report_serve, "POLL_SECONDS", 0.01)
+    polls = threading.Semaphore(0)
 
     def fail(self: LiveReport) -> list[RunFolder]:
-        looks.release()
+        polls.release()
         raise RecursionError("too deep")
 
     live = LiveReport([tmp_path / "outputs"])
@@ -139,7 +136,7 @@ def test_the_thread_survives_any_exception_and_says_it_once(
         broken.setattr(LiveReport, "runs", fail)
         watcher = threading.Thread(target=live.watch, daemon=True)
         watcher.start()
-        assert all(looks.acquire(timeout=20) for _ in range(4))
+        assert all(polls.acquire(timeout=20) for _ in range(4))
         assert b"could not be drawn: RecursionError: too deep" in live.page and live.version == "1"
     deadline = time.monotonic() + 20
     while b"no run below" not in live.page and time.monotonic() < deadline:
@@ -150,7 +147,7 @@ def test_the_thread_survives_any_exception_and_says_it_once(
     assert not watcher.is_alive() and capsys.readouterr().err.count("RecursionError: too deep") == 1
 
 
-def test_without_a_token_only_this_machine_s_own_page(served):
+def test_loopback_serves_only_own_page(served):
     server = served()
     assert get(server)[0] == 200
     port = server.server_address[1]
@@ -163,7 +160,7 @@ def test_without_a_token_only_this_machine_s_own_page(served):
             urllib.request.urlopen(request, timeout=20)
 
 
-def test_beyond_loopback_nothing_without_the_token(served, make_run: MakeRun):
+def test_other_addresses_require_token(served, make_run: MakeRun):
     server = served(host="0.0.0.0")
     token = server.access.token
     assert token and f"?token={token}" in server.url
@@ -174,8 +171,8 @@ def test_beyond_loopback_nothing_without_the_token(served, make_run: MakeRun):
     assert get(server, "version", {"Authorization": f"Bearer {token}"})[0] == 200
 
 
-def test_the_thread_draws_by_itself(make_run: MakeRun, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(report_serve, "LOOK_SECONDS", 0.01)
+def test_watch_thread_draws(make_run: MakeRun, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(report_serve, "POLL_SECONDS", 0.01)
     live = LiveReport([tmp_path / "outputs"])
     watcher = threading.Thread(target=live.watch, daemon=True)
     watcher.start()
@@ -186,7 +183,7 @@ def test_the_thread_draws_by_itself(make_run: MakeRun, tmp_path: Path, monkeypat
 
 
 def test_mistakes_are_said(tmp_path: Path):
-    with pytest.raises(LabError, match="no folder"):
+    with pytest.raises(LabError, match="no such folder"):
         serve([tmp_path / "nothing"])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Aggregates and intervals, held to the definitions of Agarwal et al. 2021 by numbers worked out by hand."""
+"""Aggregates and intervals against values computed by hand from the definitions of Agarwal et al. 2021."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_aggregates_by_hand():
     assert statistics.optimality_gap(TASKS) == pytest.approx(1 - 5.0 / 8)
 
 
-def test_median_is_of_task_means_and_not_of_runs():
+def test_median_is_over_task_means():
     scores = [np.array([0.0, 0.0, 9.0]), np.array([1.0, 1.0, 1.0]), np.array([2.0, 2.0, 2.0])]
     assert statistics.median(scores) == pytest.approx(2.0)  # means 3, 1, 2
     assert statistics.iqm(scores) == pytest.approx((1 + 1 + 1 + 2 + 2) / 5)  # 0 0 | 1 1 1 2 2 | 2 9
@@ -44,7 +44,7 @@ def test_interquartile_mean_by_hand(values, expected):
     assert interquartile_mean(np.array(values)) == pytest.approx(expected)
 
 
-def test_interquartile_mean_is_the_trimmed_mean_that_the_paper_names():
+def test_interquartile_mean_equals_trimmed_mean():
     stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(0)
     for size in range(1, 40):
@@ -74,7 +74,7 @@ def test_bootstrap_is_stratified():
     assert found["median"] == Interval(5.0, 5.0, 5.0)
 
 
-def test_bootstrap_agrees_with_every_resample_there_is():
+def test_bootstrap_matches_all_resamples():
     """Three runs and two runs: 27 × 4 equally likely resamples, written out."""
     scores = [np.array([0.1, 0.7, 1.6]), np.array([0.3, 2.0])]
     every = [
@@ -91,7 +91,7 @@ def test_bootstrap_agrees_with_every_resample_there_is():
         assert np.mean(exact > found.high) <= 0.11 and np.mean(exact >= found.high) >= 0.09
 
 
-def test_bootstrap_covers_the_mean_as_often_as_it_says():
+def test_bootstrap_coverage():
     rng = np.random.default_rng(3)
     hits = 0
     for trial in range(200):
@@ -101,7 +101,7 @@ def test_bootstrap_covers_the_mean_as_often_as_it_says():
     assert 0.88 <= hits / 200 <= 0.99
 
 
-def test_the_same_seed_gives_the_same_interval_whatever_the_blocks(monkeypatch):
+def test_interval_is_deterministic_for_any_block_size(monkeypatch):
     once = intervals(TASKS, NORMALISED, repetitions=3000, seed=5)
     assert once == intervals(TASKS, NORMALISED, repetitions=3000, seed=5)
     assert once != intervals(TASKS, NORMALISED, repetitions=3000, seed=6)
@@ -118,7 +118,7 @@ def test_one_run_has_no_interval():
         intervals([np.array([])])
 
 
-def test_band_is_the_interval_at_every_point():
+def test_band_equals_pointwise_intervals():
     runs = np.array([[0.0, 5.0, 1.0], [1.0, 5.0, 3.0]])
     value, low, high = statistics.band([runs], repetitions=4000)
     np.testing.assert_allclose(value, [0.5, 5.0, 2.0])

@@ -16,7 +16,7 @@ def test_loopback(host: str):
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "", "10.0.0.1", "localhost.evil.example", "127.0.0.1.evil.example", "::"]
 )
-def test_everything_else_is_not(host: str):
+def test_other_hosts_are_not_loopback(host: str):
     assert not is_loopback(host)
 
 
@@ -25,7 +25,7 @@ def test_host_headers():
     assert host_name("[nonsense") == "" and host_name("") == ""
 
 
-def test_on_loopback_no_token_is_needed():
+def test_loopback_needs_no_token():
     access = WebAccess("127.0.0.1", None)
     assert access.token is None and access.url(8000) == "http://127.0.0.1:8000/"
     assert access.allowed(LOCAL, None, "127.0.0.1")
@@ -48,11 +48,11 @@ def test_other_pages_are_refused(headers: dict[str, str]):
     assert not WebAccess().allowed(headers, None, "127.0.0.1")
 
 
-def test_without_a_token_only_this_machine():
+def test_remote_client_is_refused():
     assert not WebAccess().allowed(LOCAL, None, "10.0.0.7")
 
 
-def test_any_other_address_has_a_token():
+def test_other_addresses_get_token():
     access = WebAccess("0.0.0.0")
     assert access.token and len(access.token) >= 32
     assert access.url(80).endswith(f"/?token={access.token}") and "0.0.0.0" not in access.url(80)
@@ -67,7 +67,7 @@ def test_any_other_address_has_a_token():
     assert not access.allowed({**headers, "Authorization": f"Basic {access.token}"}, None, "10.0.0.7")
 
 
-def test_a_token_of_ones_own():
+def test_own_token():
     access = WebAccess("127.0.0.1", "a b&c")
     assert access.url(1) == "http://127.0.0.1:1/?token=a%20b%26c"
     assert access.allowed(LOCAL, "a b&c", "127.0.0.1") and not access.allowed(LOCAL, None, "127.0.0.1")

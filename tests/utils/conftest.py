@@ -12,7 +12,7 @@ from rl_lab.utils.files import crc32_of, write_atomic
 
 
 class ChunkBuffer:
-    """A stand-in for a buffer: complete chunks of ten rows are written once, the rest under a new name each time."""
+    """A fake buffer: complete chunks of ten rows are written once, other rows under a new name each time."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []

@@ -1,4 +1,4 @@
-"""Saving: whole or not at all."""
+"""Saving checkpoints atomically."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_save_and_load(tmp_path, chunk_buffer):
     assert fresh.rows == buffer.rows
 
 
-def test_what_cannot_be_saved_fails_before_anything_is_written(tmp_path, chunk_buffer):
+def test_unsaveable_state_writes_nothing(tmp_path, chunk_buffer):
     manager = CheckpointManager(tmp_path / "checkpoints")
     state = state_of(1) | {"workflow_custom": {"history": [0, 1, 2, {3}]}}
     with pytest.raises(CheckpointError, match=r"workflow_custom\.history\[3\].*set"):
@@ -75,7 +75,7 @@ def test_what_cannot_be_saved_fails_before_anything_is_written(tmp_path, chunk_b
 
 
 @pytest.mark.parametrize("stage", ["replay", "state", "manifest"])
-def test_failure_at_any_stage_keeps_the_previous_checkpoint(tmp_path, chunk_buffer, monkeypatch, stage):
+def test_failed_save_keeps_previous_checkpoint(tmp_path, chunk_buffer, monkeypatch, stage):
     manager = CheckpointManager(tmp_path)
     buffer = chunk_buffer().fill(15)
     manager.save(1, state_of(1), {"replay": buffer})
@@ -104,7 +104,7 @@ def test_failure_at_any_stage_keeps_the_previous_checkpoint(tmp_path, chunk_buff
     loaded = manager.load()
     assert loaded.step == 1
 
-    # And when there is room again it goes on, and nothing of the failed attempt remains.
+    # With free space the next save succeeds, and no file of the failed attempt remains.
     manager.save(3, state_of(3), {"replay": buffer})
     assert manager.load().step == 3
     named = {f"replay/replay/{name}" for step in (1, 3) for name in _files(tmp_path, step)}
@@ -135,7 +135,7 @@ print(manager.load().step)
 """
 
 
-def test_a_disk_that_refuses_in_the_middle_of_the_state(tmp_path, subprocess_env):
+def test_full_disk_during_state_write(tmp_path, subprocess_env):
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, env=subprocess_env
     )
@@ -162,7 +162,7 @@ def save_for_ever(folder, make_buffer, reports) -> None:
         reports.send(step)
 
 
-def test_kill_while_saving_always_leaves_a_good_one(tmp_path, chunk_buffer):
+def test_kill_while_saving(tmp_path, chunk_buffer):
     fork = multiprocessing.get_context("fork")
     for kill in range(6):
         receiver, sender = fork.Pipe(duplex=False)
@@ -177,7 +177,7 @@ def test_kill_while_saving_always_leaves_a_good_one(tmp_path, chunk_buffer):
         assert CheckpointManager(tmp_path, on_warning=pytest.fail).load().step >= reports[-1]
 
 
-def test_the_same_step_again_never_breaks_the_first(tmp_path, monkeypatch):
+def test_saving_same_step_twice(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
     manager.save(5, state_of(5))
 
@@ -209,7 +209,7 @@ def test_best_is_weights_only_and_replaced(tmp_path, chunk_buffer):
     assert manager.load().step == 1 and manager.steps() == [1]
 
 
-def test_weights_of_epochs_stay_beside_all_others(tmp_path, chunk_buffer):
+def test_epoch_weights_are_kept(tmp_path, chunk_buffer):
     manager = CheckpointManager(tmp_path, keep=1)
     for step in (1, 2, 3):
         manager.save(step, state_of(step), tag=f"epoch_{step}")
@@ -226,7 +226,7 @@ def test_bad_tags(tmp_path, tag):
         CheckpointManager(tmp_path).save(1, state_of(1), tag=tag)
 
 
-def test_a_vanished_chunk_is_noticed_when_saving(tmp_path):
+def test_missing_chunk_raises_on_save(tmp_path):
     class Forgetful:
         def checkpoint(self, folder):
             return {"files": {"chunk_0": {"bytes": 10, "crc32": 1}}, "meta": {}}
@@ -235,7 +235,7 @@ def test_a_vanished_chunk_is_noticed_when_saving(tmp_path):
         CheckpointManager(tmp_path).save(1, state_of(1), {"replay": Forgetful()})
 
 
-def test_a_system_without_links_still_saves_and_loads(tmp_path, monkeypatch):
+def test_save_and_load_without_links(tmp_path, monkeypatch):
     def fails(*args):
         raise OSError(1, "Operation not permitted")
 
@@ -249,13 +249,13 @@ def test_a_system_without_links_still_saves_and_loads(tmp_path, monkeypatch):
     assert manager.load(tmp_path / "best.pt").step == 2
 
 
-def test_keep_must_be_sensible(tmp_path):
+def test_keep_must_be_positive(tmp_path):
     with pytest.raises(CheckpointError, match="at least one"):
         CheckpointManager(tmp_path, keep=0)
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_chunk_that_changed_since_is_written_again(tmp_path, chunk_buffer, damage):
+def test_changed_chunk_is_rewritten(tmp_path, chunk_buffer, damage):
     said: list[str] = []
     manager = CheckpointManager(tmp_path, on_warning=said.append)
     buffer = chunk_buffer().fill(25)
@@ -269,13 +269,11 @@ def test_a_chunk_that_changed_since_is_written_again(tmp_path, chunk_buffer, dam
         os.utime(chunk, ns=(1, 1))
     manager.save(2, state_of(2), {"replay": buffer.fill(5)})
     assert chunk.read_bytes() == content
-    assert (
-        damage == "delete" or "written again" in said[0]
-    )  # a buffer that looks for itself writes it unasked
+    assert damage == "delete" or "written again" in said[0]  # a buffer with its own check rewrites it
     assert manager.load(tmp_path / "step_000000001.pt").step == 1 and manager.load().step == 2
 
 
-def test_a_chunk_that_was_only_touched_is_left_as_it_is(tmp_path, chunk_buffer):
+def test_touched_chunk_is_not_rewritten(tmp_path, chunk_buffer):
     manager = CheckpointManager(tmp_path, on_warning=pytest.fail)
     buffer = chunk_buffer().fill(25)
     manager.save(1, state_of(1), {"replay": buffer})
@@ -283,9 +281,9 @@ def test_a_chunk_that_was_only_touched_is_left_as_it_is(tmp_path, chunk_buffer):
     manager.save(2, state_of(2), {"replay": buffer.fill(5)})
 
 
-def test_a_buffer_that_cannot_write_a_damaged_file_again_is_saved_with_a_warning(tmp_path):
+def test_unrepairable_replay_file_warns_on_save(tmp_path):
     class Linked:
-        """Its file lies elsewhere too, and is linked again, damage and all."""
+        """The file also exists elsewhere and is linked again with its damage."""
 
         def checkpoint(self, folder):
             if not (folder / "chunk").exists():

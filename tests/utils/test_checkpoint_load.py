@@ -49,7 +49,7 @@ def damage(path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["truncate", "flip", "grow", "delete"])
 @pytest.mark.parametrize("file", ["step_000000002.pt", "step_000000002.json", "replay/replay/tail_2.json"])
-def test_damage_falls_back_loudly(run, chunk_buffer, file, how):
+def test_damage_falls_back_with_warning(run, chunk_buffer, file, how):
     damage(run.folder / file, how)
     if (file, how) == ("step_000000002.json", "delete"):
         assert run.load().step == 1  # without a manifest it never existed
@@ -63,7 +63,7 @@ def test_damage_falls_back_loudly(run, chunk_buffer, file, how):
     assert buffer.rows == list(range(15))
 
 
-def test_callback_hears_instead_of_warnings(run, recwarn):
+def test_callback_replaces_warnings(run, recwarn):
     said: list[str] = []
     run.on_warning = said.append
     damage(run.folder / "step_000000002.pt", "flip")
@@ -71,7 +71,7 @@ def test_callback_hears_instead_of_warnings(run, recwarn):
     assert len(said) == 1 and "checksum" in said[0] and not list(recwarn)
 
 
-def test_none_good_lists_what_was_tried(run):
+def test_no_intact_checkpoint_lists_tried(run):
     damage(run.folder / "replay/replay/chunk_0.json", "flip")
     with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="tried") as caught:
         run.load()
@@ -80,7 +80,7 @@ def test_none_good_lists_what_was_tried(run):
     assert run.load(weights=True).step == 2
 
 
-def test_going_on_after_a_fallback_gives_up_the_damaged_course(run, chunk_buffer):
+def test_save_after_fallback_deletes_later_checkpoint(run, chunk_buffer):
     said: list[str] = []
     run.on_warning = said.append
     run.save(3, state_of(3), {"replay": chunk_buffer().fill(3)})
@@ -93,11 +93,11 @@ def test_going_on_after_a_fallback_gives_up_the_damaged_course(run, chunk_buffer
     # The next save comes at an earlier step than the damaged one: that one must not be taken for the newest.
     manager = CheckpointManager(run.folder, on_warning=said.append)
     manager.save(2, state_of(2), {"replay": buffer})
-    assert manager.steps() == [2] and "given up" in said[0]
+    assert manager.steps() == [2] and "from a later step" in said[0]
     assert manager.load().step == 2
 
 
-def test_paths_that_are_taken(run):
+def test_accepted_paths(run):
     folder = run.folder
     for path in (
         folder.parent,
@@ -109,15 +109,17 @@ def test_paths_that_are_taken(run):
         assert load_checkpoint(path).step == 2
         assert load_checkpoint(str(path)).complete
     assert load_checkpoint(folder / "step_000000001.pt").step == 1
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*step_000000003\.pt.*step_000000002\.pt"):
+    with pytest.raises(
+        CheckpointError, match=r"step_000000003\.pt: there is no checkpoint .*step_000000002\.pt"
+    ):
         load_checkpoint(folder / "step_000000003.pt")
-    with pytest.raises(CheckpointError, match="no checkpoint in"):
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
         load_checkpoint(folder.parent.parent)
     with pytest.raises(CheckpointError, match="no checkpoint"):
         load_checkpoint(folder.parent / "nowhere")
 
 
-def test_a_named_file_is_that_one_or_an_error(run):
+def test_named_file_is_loaded_or_raises(run):
     damage(run.folder / "step_000000002.pt", "flip")
     with pytest.raises(CheckpointError, match="changed since"):
         run.load(run.folder / "step_000000002.pt")
@@ -125,7 +127,7 @@ def test_a_named_file_is_that_one_or_an_error(run):
         run.load(run.folder / "last.pt")
 
 
-def test_a_lone_file_is_weights(run, tmp_path, chunk_buffer):
+def test_file_without_manifest_is_weights(run, tmp_path, chunk_buffer):
     lone = tmp_path / "download.pt"
     shutil.copy(run.folder / "step_000000002.pt", lone)
     loaded = load_checkpoint(lone)
@@ -137,12 +139,12 @@ def test_a_lone_file_is_weights(run, tmp_path, chunk_buffer):
         load_checkpoint(lone)
 
 
-def test_files_that_are_no_checkpoints(tmp_path):
+def test_not_a_checkpoint(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="holds a list"):
         load_checkpoint(tmp_path / "list.pt")
     torch.save({"weight": torch.ones(1)}, tmp_path / "foreign.pt")
-    with pytest.raises(CheckpointError, match="states no checkpoint version"):
+    with pytest.raises(CheckpointError, match="has no checkpoint version"):
         load_checkpoint(tmp_path / "foreign.pt")
 
 
@@ -151,37 +153,37 @@ class Evil:
         return os.system, ("touch hacked",)
 
 
-def test_code_is_refused(tmp_path):
+def test_code_is_not_executed(tmp_path):
     torch.save({"version": 1, "a": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(CheckpointError, match=r"needs code to load .*system"):
         load_checkpoint(tmp_path / "evil.pt")
     assert not (tmp_path / "hacked").exists()
 
 
-def test_newer_versions_are_refused_not_skipped(run):
+def test_newer_versions_raise(run):
     path = run.folder / "step_000000002.json"
     content = manifest_module.read_manifest(path)
     write_manifest(path, content | {"version": 99})
-    with pytest.raises(CheckpointError, match=r"version 99.*newer RL Lab.*Update"):
+    with pytest.raises(CheckpointError, match=r"version 99.*newer RL Lab.*update"):
         run.load()
     torch.save({"version": 99}, run.folder.parent / "new.pt")
     with pytest.raises(CheckpointError, match="version 99"):
         load_checkpoint(run.folder.parent / "new.pt")
 
 
-def test_older_versions_are_migrated_or_refused(run, monkeypatch):
+def test_older_versions(run, monkeypatch):
     monkeypatch.setattr(manifest_module, "CHECKPOINT_VERSION", 3)
-    with pytest.raises(CheckpointError, match="no way from version 1 to 3"):
+    with pytest.raises(CheckpointError, match="no migration from version 1 to 3"):
         run.load()
     monkeypatch.setitem(MIGRATIONS, 1, lambda state: state | {"counted": 1})
-    with pytest.raises(CheckpointError, match="no way from version 2 to 3"):
+    with pytest.raises(CheckpointError, match="no migration from version 2 to 3"):
         run.load()
     monkeypatch.setitem(MIGRATIONS, 2, lambda state: state | {"counted": state["counted"] + 1})
     state = run.load().state
     assert state["counted"] == 2 and state["version"] == 3 and state["global_step"] == 2
 
 
-def test_manifests_cannot_point_out_of_the_folder(run, tmp_path):
+def test_manifest_paths_stay_in_folder(run, tmp_path):
     shutil.copy(run.folder / "step_000000002.pt", tmp_path / "outside.pt")
     path = run.folder / "step_000000002.json"
     content = manifest_module.read_manifest(path)
@@ -190,7 +192,7 @@ def test_manifests_cannot_point_out_of_the_folder(run, tmp_path):
         assert run.load().step == 1
 
 
-def test_replay_of_another_run_is_brought_here(run, tmp_path, chunk_buffer):
+def test_replay_of_other_run_is_linked(run, tmp_path, chunk_buffer):
     other = CheckpointManager(tmp_path / "other" / "checkpoints")
     loaded = other.load(run.folder / "step_000000002.pt")
     buffer = chunk_buffer()
@@ -207,7 +209,7 @@ def test_replay_of_another_run_is_brought_here(run, tmp_path, chunk_buffer):
     assert again.rows == list(range(25))
 
 
-def test_restore_that_fails_is_explained(run):
+def test_failed_restore_raises(run):
     class Broken:
         def restore(self, folder, entry):
             raise ValueError("columns differ")
@@ -218,8 +220,8 @@ def test_restore_that_fails_is_explained(run):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_damage_is_noticed(run, tmp_path, data):
-    """Whatever happens to one file of the newest checkpoint, what loads is exactly step 2 or exactly step 1."""
+def test_any_damage_is_detected(run, tmp_path, data):
+    """For any damage to one file of the newest checkpoint, exactly step 2 or exactly step 1 is loaded."""
     copy = tmp_path / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(run.folder, copy, symlinks=True)
@@ -239,7 +241,7 @@ def test_any_damage_is_noticed(run, tmp_path, data):
 
 
 class PartialBuffer:
-    """Takes what is whole, as real buffers do."""
+    """Restores intact files only, as real buffers do."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -255,7 +257,7 @@ class PartialBuffer:
 
 
 @pytest.mark.parametrize("choice", ["older", "skip"])
-def test_a_chunk_of_all_checkpoints_costs_its_rows_and_no_more(run, choice):
+def test_damaged_shared_chunk_loses_only_its_rows(run, choice):
     damage(run.folder / "replay/replay/chunk_0.json", "flip")
     said: list[str] = []
     manager = CheckpointManager(run.folder, on_damaged_replay=choice, on_warning=said.append)
@@ -265,20 +267,20 @@ def test_a_chunk_of_all_checkpoints_costs_its_rows_and_no_more(run, choice):
     assert manager.restore_buffers(loaded, {"replay": buffer}) == ["replay"]
     assert buffer.rows == list(range(10, 25))
     assert "REPLAY DAMAGED: buffer 'replay' lost chunk_0.json (10 rows)" in said[-1]
-    assert "those of step 2, exactly" in said[-1]
+    assert "exactly those of step 2" in said[-1]
 
 
-def test_a_buffer_that_cannot_be_restored_in_part_starts_empty(run, chunk_buffer, tmp_path):
+def test_buffer_without_partial_restore_starts_empty(run, chunk_buffer, tmp_path):
     damage(run.folder / "replay/replay/chunk_0.json", "delete")
     said: list[str] = []
     other = CheckpointManager(tmp_path / "other", on_damaged_replay="skip", on_warning=said.append)
     loaded = other.load(run.folder / "step_000000002.pt")
     buffer = chunk_buffer()
     assert other.restore_buffers(loaded, {"replay": buffer}) == ["replay"] and buffer.rows == []
-    assert "all its rows" in said[-1]
+    assert "all rows" in said[-1]
 
 
-def test_an_older_checkpoint_that_is_whole_comes_before_fewer_rows(run):
+def test_older_intact_checkpoint_is_preferred(run):
     damage(run.folder / "replay/replay/tail_2.json", "flip")
     loads = {
         choice: CheckpointManager(run.folder, on_damaged_replay=choice, on_warning=lambda text: None).load()
@@ -288,23 +290,23 @@ def test_an_older_checkpoint_that_is_whole_comes_before_fewer_rows(run):
     assert [choice for choice, loaded in loads.items() if loaded.damaged] == ["skip"]
 
 
-def test_a_state_that_is_damaged_is_never_taken_for_the_sake_of_its_replay(run):
+def test_damaged_state_is_never_loaded(run):
     damage(run.folder / "replay/replay/chunk_0.json", "flip")
     damage(run.folder / "step_000000002.pt", "truncate")
     loaded = CheckpointManager(run.folder, on_damaged_replay="older", on_warning=lambda text: None).load()
     assert loaded.step == 1 and loaded.damaged
 
 
-def test_a_choice_that_there_is_not(tmp_path):
+def test_unknown_on_damaged_replay(tmp_path):
     with pytest.raises(ConfigError, match=r"on_damaged_replay is 'skipp'.*Did you mean 'skip'"):
         CheckpointManager(tmp_path, on_damaged_replay="skipp")
 
 
 @pytest.mark.parametrize("field", ["step", "kind", "state", "buffers", "info"])
-def test_a_manifest_without_a_field_is_damaged(run, field):
+def test_manifest_with_missing_field(run, field):
     path = run.folder / "step_000000002.json"
     content = manifest_module.read_manifest(path)
     del content[field]
     write_manifest(path, content)
-    with pytest.warns(UserWarning, match=f"lacks what a manifest has: '{field}'"):
+    with pytest.warns(UserWarning, match=f"is not a valid manifest: '{field}' is missing"):
         assert run.load().step == 1

@@ -27,7 +27,7 @@ from rl_lab.utils.files import (
 )
 
 
-def test_write_reports_size_and_checksum_of_the_finished_file(tmp_path):
+def test_write_returns_size_and_checksum(tmp_path):
     path = tmp_path / "new" / "data.bin"
     data = os.urandom(3 * files.BLOCK // 2)
     assert write_atomic(path, lambda file: file.write(data)) == (len(data), zlib.crc32(data))
@@ -36,7 +36,7 @@ def test_write_reports_size_and_checksum_of_the_finished_file(tmp_path):
 
 
 @pytest.mark.parametrize("writer", ["seek", "torch", "numpy"])
-def test_writers_that_seek_or_use_the_descriptor_are_checked_right(tmp_path, writer):
+def test_checksum_with_seeking_writers(tmp_path, writer):
     def seeks(file):
         file.write(b"....tail")
         file.seek(0)
@@ -56,7 +56,7 @@ def test_writers_that_seek_or_use_the_descriptor_are_checked_right(tmp_path, wri
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("x")]
 )
-def test_failure_in_the_middle_leaves_the_old_file_and_no_temporary(tmp_path, error):
+def test_failed_write_keeps_old_file(tmp_path, error):
     path = tmp_path / "data"
     path.write_bytes(b"old")
 
@@ -70,7 +70,7 @@ def test_failure_in_the_middle_leaves_the_old_file_and_no_temporary(tmp_path, er
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_failure_of_the_system_call_leaves_the_old_file(tmp_path, monkeypatch, call):
+def test_failed_system_call_keeps_old_file(tmp_path, monkeypatch, call):
     path = tmp_path / "data"
     path.write_bytes(b"old")
 
@@ -83,7 +83,7 @@ def test_failure_of_the_system_call_leaves_the_old_file(tmp_path, monkeypatch, c
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["data"]
 
 
-def test_leftovers_of_killed_writes_are_removed(tmp_path):
+def test_temporary_files_are_removed(tmp_path):
     (tmp_path / "deep").mkdir()
     for name in (".a.pt.12.tmp", "deep/.b.13.tmp", "keep.tmp", "keep.pt"):
         (tmp_path / name).touch()
@@ -106,7 +106,7 @@ def test_json_round_trip_and_refusals(tmp_path):
             read_json(path)
 
 
-def test_inside_takes_what_stays_and_refuses_what_leaves(tmp_path):
+def test_inside_refuses_paths_outside(tmp_path):
     run = tmp_path / "run"
     (run / "media").mkdir(parents=True)
     assert inside(run, "media/a.mp4") == run.resolve() / "media" / "a.mp4"
@@ -121,7 +121,7 @@ def test_inside_takes_what_stays_and_refuses_what_leaves(tmp_path):
     assert inside(alias, "d") == run.resolve() / "d"
 
 
-def test_free_bytes_of_a_path_that_is_not_there_yet(tmp_path):
+def test_free_bytes_of_missing_path(tmp_path):
     assert free_bytes(tmp_path / "a" / "b") > 0
 
 
@@ -143,11 +143,11 @@ def hold(folder: Path, env: dict[str, str], *extra: str) -> subprocess.Popen[str
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
-def test_lock_keeps_a_second_process_out_until_it_is_killed(tmp_path, subprocess_env):
+def test_lock_excludes_second_process(tmp_path, subprocess_env):
     process = hold(tmp_path, subprocess_env)
     try:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(RunLockedError, match=rf"process {process.pid} on \S+ is already working"):
+        with pytest.raises(RunLockedError, match=rf"is in use by process {process.pid} on \S+: wait"):
             RunLock(tmp_path).acquire()
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == process.pid
         process.send_signal(signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_lock_keeps_a_second_process_out_until_it_is_killed(tmp_path, subprocess
         process.wait()
 
 
-def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_parent(tmp_path, subprocess_env):
+def test_forked_worker_does_not_hold_lock(tmp_path, subprocess_env):
     process = hold(tmp_path, subprocess_env, "fork")
     child = None
     try:

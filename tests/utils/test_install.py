@@ -16,11 +16,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import rl_lab
+from rl_lab import errors as install
 from rl_lab import make_env
-from rl_lab.errors import LabError
+from rl_lab.errors import DISTRIBUTION, FORMER_NAME, LabError, install_line
 from rl_lab.tools.doctor import AUTHORS
-from rl_lab.utils import install
-from rl_lab.utils.install import DISTRIBUTION, FORMER_NAME, install_line
 
 ROOT = Path(rl_lab.__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -38,21 +37,21 @@ def texts() -> list[Path]:
     return [file for file in [*found, *(ROOT / name for name in FILES)] if file not in HISTORY]
 
 
-def test_the_metadata_has_the_name_of_the_constant():
+def test_metadata_name():
     assert PROJECT["name"] == DISTRIBUTION and PROJECT["authors"] == [{"name": AUTHORS}]
     assert PROJECT["scripts"] == {"rl-lab": "rl_lab.cli:main"}
     assert canonicalize_name(DISTRIBUTION) == DISTRIBUTION != FORMER_NAME
     assert install.checkout() == ROOT
 
 
-def test_nothing_requires_the_other_project():
+def test_no_requirement_on_other_project():
     example = tomllib.loads((ROOT / "examples" / "extension" / "pyproject.toml").read_text())["project"]
     groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values(), example["dependencies"]]
     names = [canonicalize_name(Requirement(line).name) for lines in groups for line in lines]
     assert FORMER_NAME not in names and names.count(DISTRIBUTION) == 4  # play, demo, dev; the example
 
 
-def test_no_text_tells_anyone_to_install_the_other_project():
+def test_no_text_installs_other_project():
     files = texts()
     assert len(files) > 300 and ROOT / "README.md" in files and ROOT / "rl_lab" / "cli.py" in files
     for file in files:
@@ -73,11 +72,11 @@ def test_no_text_tells_anyone_to_install_the_other_project():
         ("pip uninstall -y rl-lab && pip install -e .", False),
     ],
 )
-def test_what_counts_as_installing_the_other_project(line: str, fetches: bool):
+def test_install_line_detection(line: str, fetches: bool):
     assert bool(FETCHES.search(line)) == fetches
 
 
-def test_in_the_checkout_the_line_is_short_and_elsewhere_it_has_the_path(monkeypatch, tmp_path):
+def test_install_line_path_depends_on_current_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     assert install_line("atari") == "pip install -e '.[atari]'"
     assert install_line() == install_line(again=True) == "pip install -e ."
@@ -86,7 +85,7 @@ def test_in_the_checkout_the_line_is_short_and_elsewhere_it_has_the_path(monkeyp
     assert install_line("atari").endswith("[atari]'")
 
 
-def test_a_path_with_spaces_is_one_word(monkeypatch, tmp_path):
+def test_path_with_spaces_is_quoted(monkeypatch, tmp_path):
     root = tmp_path / "the lab's copy"
     (root / "rl_lab").mkdir(parents=True)
     (root / "pyproject.toml").write_text(f'[project]\nname = "{DISTRIBUTION}"\n')
@@ -94,7 +93,7 @@ def test_a_path_with_spaces_is_one_word(monkeypatch, tmp_path):
     assert shlex.split(install_line("zstd"))[-1] == f"{root}[zstd]"
 
 
-def test_in_a_folder_that_was_deleted_the_line_has_the_path(monkeypatch, tmp_path):
+def test_install_line_in_deleted_folder(monkeypatch, tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -102,7 +101,7 @@ def test_in_a_folder_that_was_deleted_the_line_has_the_path(monkeypatch, tmp_pat
     assert str(ROOT) in install_line("atari")
 
 
-def test_without_a_checkout_the_line_names_the_distribution(monkeypatch, tmp_path):
+def test_install_line_without_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(install, "PACKAGE", tmp_path / "rl_lab")
     assert install_line("atari") == f"pip install '{DISTRIBUTION}[atari]'"
     assert install_line() == f"pip install {DISTRIBUTION}"
@@ -127,9 +126,9 @@ def open_window() -> None:
 
 
 def read_mp4() -> None:
-    from rl_lab.tools.play.sources import read_film
+    from rl_lab.tools.play.sources import read_video
 
-    read_film(Path("film.mp4"))
+    read_video(Path("film.mp4"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def read_mp4() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_part_without_its_package_has_the_line(act: Callable[[], None], module, extra, monkeypatch):
+def test_missing_package_shows_install_command(act: Callable[[], None], module, extra, monkeypatch):
     for name in ("rl_lab.tools.play.web", *(name for name in sys.modules if name.startswith(f"{module}."))):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, module, None)  # what importing then raises is ModuleNotFoundError
@@ -151,7 +150,7 @@ def test_a_part_without_its_package_has_the_line(act: Callable[[], None], module
         act()
 
 
-def test_every_extra_that_a_message_names_exists():
+def test_extras_in_messages_exist():
     named = {}
     for file in (ROOT / "rl_lab").rglob("*.py"):
         for extra in re.findall(r"install_line\(['\"]([\w-]+)['\"]\)", file.read_text()):

@@ -40,7 +40,7 @@ def test_json_safe():
     }
 
 
-def test_not_finite_numbers_come_back(tmp_path):
+def test_nonfinite_values_round_trip(tmp_path):
     path = tmp_path / "m.jsonl"
     writer = JsonlWriter(path)
     writer.write({"step": 1, "loss": math.nan, "peak": -math.inf, "name": "x"})
@@ -50,7 +50,7 @@ def test_not_finite_numbers_come_back(tmp_path):
     assert math.isnan(row["loss"]) and row["peak"] == -math.inf and row["name"] == "x"
 
 
-def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
+def test_resume_drops_later_lines(tmp_path):
     path = tmp_path / "m.jsonl"
     writer = JsonlWriter(path)
     writer.write({"step": 1})
@@ -68,7 +68,7 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "a', b"x" * 200_000])
-def test_a_torn_line_is_cut_without_a_checkpoint_too(tmp_path, torn):
+def test_incomplete_line_is_removed(tmp_path, torn):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n' + torn)
     assert [row["step"] for row in read_jsonl(path)] == [1]
@@ -83,15 +83,15 @@ def test_zero_bytes_start_over(tmp_path):
     assert [row["step"] for row in read_jsonl(path)] == [5]
 
 
-def test_a_file_that_lost_lines_is_said(tmp_path):
+def test_lost_lines_warn(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"st')
-    with pytest.warns(UserWarning, match="the checkpoint saw 100"):
+    with pytest.warns(UserWarning, match="but 100 at the checkpoint"):
         writer = JsonlWriter(path, resume_bytes=100)
     assert writer.size() == len(b'{"step": 1}\n')
 
 
-def test_a_full_disk_costs_the_line_not_the_run(tmp_path):
+def test_full_disk_loses_only_lines(tmp_path):
     path = tmp_path / "m.jsonl"
     writer = JsonlWriter(path)
     writer.write({"step": 1})

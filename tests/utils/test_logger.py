@@ -12,9 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_lab.errors import ConfigError, LabError, MissingPackageError
+from rl_lab.errors import ConfigError, LabError, MissingPackageError, install_line
 from rl_lab.utils.files import read_jsonl
-from rl_lab.utils.install import install_line
 from rl_lab.utils.logger import ExperimentLogger
 from rl_lab.utils.metrics import prefixed
 
@@ -46,7 +45,7 @@ def test_prefixes():
     assert prefixed(metrics, "controller") == prefixed(metrics, "controller/") == expected
 
 
-def test_scalars_reach_the_file_and_tensorboard(tmp_path):
+def test_scalars_in_file_and_tensorboard(tmp_path):
     with ExperimentLogger(tmp_path) as logger:
         logger.scalars(
             {"train/loss": torch.tensor(0.5), "train/bad": math.nan}, step=10, frames=40, updates=3
@@ -97,7 +96,7 @@ def test_media_cannot_leave_the_run_folder(tmp_path, folder):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_wrong_array_is_said_with_its_name(tmp_path):
+def test_invalid_array_raises_with_name(tmp_path):
     with (
         ExperimentLogger(tmp_path, tensorboard=False) as logger,
         pytest.raises(LabError, match=r"'dream'.*float64"),
@@ -120,7 +119,7 @@ def test_resume_logs_each_step_once(tmp_path):
     assert [event.value for event in board.Scalars("train/x")] == [1, 2, 3, 4, 5]
 
 
-def test_starting_over_in_a_used_folder(tmp_path):
+def test_start_over_in_used_folder(tmp_path):
     for value in (1.0, 2.0):
         with ExperimentLogger(tmp_path, resume_bytes=0) as logger:
             logger.scalars({"train/x": value}, step=0)
@@ -128,7 +127,7 @@ def test_starting_over_in_a_used_folder(tmp_path):
     assert [event.value for event in events(tmp_path / "tensorboard").Scalars("train/x")] == [2.0]
 
 
-def test_an_output_that_fails_is_said_once_and_does_not_stop_the_run(tmp_path, monkeypatch):
+def test_failing_output_warns_once(tmp_path, monkeypatch):
     with ExperimentLogger(tmp_path) as logger:
 
         def fails(*args):
@@ -143,7 +142,7 @@ def test_an_output_that_fails_is_said_once_and_does_not_stop_the_run(tmp_path, m
     logger.close()  # again is harmless
 
 
-def test_without_tensorboard_there_is_no_folder(tmp_path):
+def test_no_folder_without_tensorboard(tmp_path):
     with ExperimentLogger(tmp_path, tensorboard=False) as logger:
         logger.scalars({"train/x": 1.0}, step=1)
         logger.text("a", "b")
@@ -151,7 +150,7 @@ def test_without_tensorboard_there_is_no_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_wandb_is_asked_for_by_name(tmp_path, monkeypatch):
+def test_wandb_missing_or_unknown_mode(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingPackageError, match=re.escape(install_line("track"))):
         ExperimentLogger(tmp_path, wandb_mode="offline")
@@ -160,7 +159,7 @@ def test_wandb_is_asked_for_by_name(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wandb_gets_what_the_others_get_and_goes_on_after_resume(tmp_path, monkeypatch):
+def test_wandb_logs_and_resumes(tmp_path, monkeypatch):
     calls: list[tuple] = []
 
     class Run:
@@ -192,7 +191,7 @@ def test_wandb_gets_what_the_others_get_and_goes_on_after_resume(tmp_path, monke
     assert calls[-1] == ("finish",)
 
 
-def test_logger_loads_neither_wandb_nor_ffmpeg_until_needed(tmp_path, subprocess_env):
+def test_logger_imports_lazily(tmp_path, subprocess_env):
     code = (
         "import sys; from rl_lab.utils.logger import ExperimentLogger; "
         "ExperimentLogger(sys.argv[1], tensorboard=False).close(); "

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from rl_lab.errors import LabError
-from rl_lab.utils.media import film, gif, picture, png, save_image, save_video
+from rl_lab.utils.media import gif, png, save_image, save_video, to_frames, to_image
 
 
 def moving(count: int = 6, channels: int = 3, height: int = 20, width: int = 30) -> np.ndarray:
@@ -19,28 +19,28 @@ def moving(count: int = 6, channels: int = 3, height: int = 20, width: int = 30)
     return frames
 
 
-def test_channels_move_last_and_become_three():
+def test_to_frames():
     array = np.arange(24, dtype=np.uint8).reshape(2, 3, 2, 2)
-    assert np.array_equal(film(array), array.transpose(0, 2, 3, 1))
-    grey = film(array[:, :1])
+    assert np.array_equal(to_frames(array), array.transpose(0, 2, 3, 1))
+    grey = to_frames(array[:, :1])
     assert grey.shape == (2, 2, 2, 3) and np.array_equal(grey[..., 0], grey[..., 2])
     stacked = np.concatenate([array, array + 100], axis=1)  # two RGB frames: the newer is shown
-    assert np.array_equal(film(stacked), film(array + 100))
+    assert np.array_equal(to_frames(stacked), to_frames(array + 100))
     four_grey = np.concatenate([array, array[:, :1] + 50], axis=1)
-    assert np.array_equal(film(four_grey), film(array[:, :1] + 50))
-    assert np.array_equal(picture(torch.as_tensor(array[0])), picture(array[0]))
+    assert np.array_equal(to_frames(four_grey), to_frames(array[:, :1] + 50))
+    assert np.array_equal(to_image(torch.as_tensor(array[0])), to_image(array[0]))
 
 
 @pytest.mark.parametrize(
     "array", [np.zeros((2, 3, 4, 4)), np.zeros((3, 4, 4), np.uint8), np.zeros((0, 3, 4, 4), np.uint8)]
 )
-def test_other_arrays_are_refused_with_their_shape(array):
+def test_invalid_arrays_raise(array):
     with pytest.raises(LabError, match=r"'dream' cannot be shown.*shape"):
-        film(array, "dream")
+        to_frames(array, "dream")
 
 
-def test_png_and_gif_can_be_read_back(tmp_path):
-    frames = film(moving())
+def test_png_and_gif_round_trip(tmp_path):
+    frames = to_frames(moving())
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(png(frames[0])))), frames[0])
     with Image.open(io.BytesIO(gif(frames, fps=10))) as animation:
         assert animation.n_frames == 6 and animation.info["duration"] == 100 and animation.info["loop"] == 0
@@ -49,20 +49,20 @@ def test_png_and_gif_can_be_read_back(tmp_path):
 
 
 @pytest.mark.parametrize(("height", "width"), [(20, 30), (21, 33), (301, 257)])
-def test_mp4_where_ffmpeg_is(tmp_path, height, width):
+def test_mp4_with_ffmpeg(tmp_path, height, width):
     reader = pytest.importorskip("imageio_ffmpeg")
-    path = save_video(tmp_path / "a" / "clip", film(moving(height=height, width=width)), fps=12)
+    path = save_video(tmp_path / "a" / "clip", to_frames(moving(height=height, width=width)), fps=12)
     assert path.name == "clip.mp4" and [p.name for p in path.parent.iterdir()] == ["clip.mp4"]
     frames = reader.read_frames(str(path))
     meta = next(frames)
     assert meta["fps"] == 12 and sum(1 for _ in frames) == 6
     assert all(side % 2 == 0 for side in meta["size"])
-    assert meta["size"][0] >= 230  # small pictures are enlarged
+    assert meta["size"][0] >= 230  # small frames are enlarged
 
 
-def test_gif_where_ffmpeg_is_not(tmp_path, monkeypatch):
+def test_gif_without_ffmpeg(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    path = save_video(tmp_path / "clip", film(moving()), fps=12)
+    path = save_video(tmp_path / "clip", to_frames(moving()), fps=12)
     assert path.name == "clip.gif"
     with Image.open(path) as animation:
         assert animation.n_frames == 6 and animation.size == (240, 160)
@@ -77,5 +77,5 @@ def test_gif_when_ffmpeg_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "write_frames", broken)
     with pytest.warns(UserWarning, match="No ffmpeg exe"):
-        path = save_video(tmp_path / "clip", film(moving()), fps=12)
+        path = save_video(tmp_path / "clip", to_frames(moving()), fps=12)
     assert path.suffix == ".gif" and [p.name for p in tmp_path.iterdir()] == ["clip.gif"]

@@ -7,7 +7,7 @@ import torch
 from rl_lab.utils.metrics import MetricMeter
 
 
-def test_means_equal_a_plain_loop():
+def test_means_equal_loop():
     generator = torch.Generator().manual_seed(0)
     meter, plain = MetricMeter(), {}
     for i in range(50):
@@ -44,7 +44,7 @@ def test_kinds_of_values():
     assert meter.drain() == {"half": 1.5, "int": 3.0, "flag": 1.0, "graph": 2.0, "number": 4.0, "python": 5.0}
 
 
-def test_values_are_taken_when_added():
+def test_values_are_read_when_added():
     """A captured graph writes its metrics to the same addresses each time."""
     meter, static = MetricMeter(), torch.zeros(())
     for value in (1.0, 2.0, 6.0):
@@ -53,21 +53,21 @@ def test_values_are_taken_when_added():
     assert meter.drain() == {"loss": 3.0}
 
 
-def test_a_key_that_comes_as_tensor_and_as_number():
+def test_mixed_tensor_and_number():
     meter = MetricMeter()
     meter.add({"x": torch.tensor(1.0)})
     meter.add({"x": 3.0})
     assert meter.drain() == {"x": 2.0}
 
 
-def test_long_sums_stay_exact():
+def test_long_sums_are_accurate():
     meter, value = MetricMeter(), torch.tensor(0.1)
     for _ in range(20_000):
         meter.add({"x": value})
     assert meter.drain()["x"] == pytest.approx(value.item(), rel=1e-12)
 
 
-def test_adding_reads_nothing_back(monkeypatch):
+def test_adding_does_not_synchronize(monkeypatch):
     meter = MetricMeter()
 
     def refuse(*args, **kwargs):
@@ -81,12 +81,12 @@ def test_adding_reads_nothing_back(monkeypatch):
     assert meter.drain() == {"a": 1.0, "b": 0.0}
 
 
-def test_vectors_are_refused():
+def test_vectors_raise():
     with pytest.raises(ValueError, match=r"'x' has shape \(2,\)"):
         MetricMeter().add({"x": torch.ones(2)})
 
 
-def test_not_finite_values_show():
+def test_nonfinite_values_are_kept():
     meter = MetricMeter()
     meter.add({"x": torch.tensor(1.0)})
     meter.add({"x": torch.tensor(float("nan"))})
@@ -94,7 +94,7 @@ def test_not_finite_values_show():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_without_a_sync():
+def test_no_sync_on_gpu():
     meter = MetricMeter()
     values = {"a": torch.ones((), device="cuda"), "b": torch.full((), 2.0, device="cuda")}
     meter.add(values)

@@ -41,7 +41,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_plain_is_one_line_per_update(clock):
+def test_plain_prints_one_line_per_update(clock):
     stream = io.StringIO()
     with Progress(mode="auto", stream=stream) as progress:
         assert progress.mode == "plain"
@@ -79,7 +79,7 @@ def test_live_on_a_terminal_and_throttled(clock):
     assert "[not markup]" in text
 
 
-def test_off_shows_nothing_but_says_what_must_be_said():
+def test_off_prints_only_messages():
     stream = io.StringIO()
     with Progress(mode="off", stream=stream) as progress:
         progress.update(HEADLINE)
@@ -87,7 +87,7 @@ def test_off_shows_nothing_but_says_what_must_be_said():
     assert stream.getvalue() == "done\n"
 
 
-def test_time_left_is_unknown_while_nothing_moves(clock):
+def test_time_left_unknown_without_progress(clock):
     progress = Progress(mode="off")
     assert progress.seconds_left() is None
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_without_a_total(clock):
     assert stream.getvalue().startswith("step 3 · pretrain")
 
 
-def test_a_broken_stream_does_not_stop_the_run():
+def test_broken_stream():
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -113,11 +113,11 @@ def test_a_broken_stream_does_not_stop_the_run():
     with pytest.warns(UserWarning, match="progress display failed"):
         progress.update(HEADLINE)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # reported once
         progress.update(HEADLINE)
         progress.update({"step": "not a number"})
 
 
-def test_unknown_modes_are_refused():
+def test_unknown_mode_raises():
     with pytest.raises(ConfigError, match=r"logging\.progress cannot be 'rich'"):
         Progress(mode="rich")

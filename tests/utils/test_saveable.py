@@ -43,7 +43,7 @@ def test_numpy_becomes_tensors_and_numbers():
     assert loaded[4] == [7, (0.5,)]
 
 
-def test_arrays_are_copied_and_tensors_detached():
+def test_arrays_copied_tensors_detached():
     array = np.zeros(2)
     saved = to_saveable({"a": array, "p": nn.Parameter(torch.ones(2))})
     array[0] = 5
@@ -51,7 +51,7 @@ def test_arrays_are_copied_and_tensors_detached():
     assert type(saved["p"]) is torch.Tensor and not saved["p"].requires_grad
 
 
-def test_a_view_does_not_drag_its_storage_along():
+def test_view_is_saved_without_storage():
     file = io.BytesIO()
     torch.save(to_saveable({"row": torch.zeros(100_000)[3:5], "column": torch.zeros(300, 300)[:, 1]}), file)
     assert len(file.getvalue()) < 10_000
@@ -107,14 +107,14 @@ loop.append(loop)
         ({frozenset(): 1}, "key"),
     ],
 )
-def test_everything_else_fails_when_saving_and_names_its_key(value, name):
+def test_unsupported_types_raise_with_key(value, name):
     state = {"components": {"w": torch.ones(1)}, "workflow_custom": {"history": [1, 2, (3,), value]}}
     with pytest.raises(CheckpointError, match=r"workflow_custom\.history\[3\]") as caught:
         to_saveable(state)
     assert name in str(caught.value)
 
 
-def test_deep_nesting_is_refused_before_the_pickler_gives_up():
+def test_deep_nesting_raises():
     value: list = []
     for _ in range(500):
         value = [value]
@@ -136,7 +136,7 @@ plain = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(plain)
-def test_what_is_accepted_can_be_loaded(value):
+def test_accepted_values_can_be_loaded(value):
     try:
         saved = to_saveable(value)
     except CheckpointError as error:
@@ -162,7 +162,7 @@ def write_evil(path, kind):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["code", "class", "object", "script", "pickle"])
-def test_files_that_need_code_are_refused_and_run_nothing(tmp_path, monkeypatch, kind):
+def test_files_with_code_are_refused(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "evil.pt"
     write_evil(path, kind)
@@ -175,7 +175,7 @@ def test_files_that_need_code_are_refused_and_run_nothing(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("position", [0.2, 0.5, 0.9])
-def test_damage_is_found_by_the_archives_own_checksums(tmp_path, position):
+def test_zip_checksums_detect_damage(tmp_path, position):
     path = tmp_path / "a.pt"
     torch.save({"w": torch.rand(5000)}, path)
     data = bytearray(path.read_bytes())

@@ -33,7 +33,7 @@ def test_derived_seeds_are_stable_and_distinct():
 
 
 @pytest.mark.parametrize("part", [True, 1.0, None, np.int64(3)])
-def test_derive_seed_takes_only_text_and_integers(part):
+def test_derive_seed_argument_types(part):
     with pytest.raises(TypeError, match="str and int"):
         derive_seed(part)
 
@@ -44,7 +44,7 @@ def test_derive_seed_loads_no_torch(subprocess_env):
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_names_ranks_and_kinds_are_separate_streams():
+def test_generators_are_independent():
     draws = [
         torch.rand(4, generator=generator)
         for generator in (
@@ -83,7 +83,7 @@ def test_state_round_trip_through_a_file(tmp_path):
     assert [everything(other) for _ in range(3)] == expected
 
 
-def test_set_state_keeps_the_objects_and_restarts_what_it_does_not_know():
+def test_set_state_keeps_objects_and_restarts_unknown_generators():
     generators = Generators(3)
     sample, late = generators.cpu("sample"), None
     state = generators.get_state()
@@ -96,14 +96,14 @@ def test_set_state_keeps_the_objects_and_restarts_what_it_does_not_know():
     assert torch.equal(torch.rand(3, generator=sample), torch.rand(3, generator=Generators(3).cpu("sample")))
 
 
-def test_states_of_another_device_are_said_and_replaced():
+def test_states_of_other_device_restart():
     generators = Generators(3)
     first = torch.rand(2, generator=generators.device("act"))
     state = generators.get_state() | {
         "device_type": "cuda",
         "device": {"act": torch.zeros(16, dtype=torch.uint8)},
     }
-    with pytest.warns(UserWarning, match="start again from the seed"):
+    with pytest.warns(UserWarning, match="restart from the seed"):
         generators.set_state(state)
     assert torch.equal(torch.rand(2, generator=generators.device("act")), first)
 

@@ -15,7 +15,7 @@ def clock(monkeypatch):
     return times
 
 
-def test_mean_per_call_and_share_of_the_wall(clock):
+def test_mean_and_share(clock):
     watch = Stopwatch()
     for seconds in (0.1, 0.3):
         with watch("env_wait"):
@@ -38,7 +38,7 @@ def test_mean_per_call_and_share_of_the_wall(clock):
     assert watch.drain() == pytest.approx({"time/act_ms": 500.0, "time/act_share": 1.0})
 
 
-def test_sections_nest_and_survive_errors(clock):
+def test_nested_sections_and_errors(clock):
     watch = Stopwatch()
     with pytest.raises(ValueError), watch("outer"), watch("inner"):
         clock["now"] += 1.0
@@ -47,7 +47,7 @@ def test_sections_nest_and_survive_errors(clock):
     assert drained["time/outer_ms"] == drained["time/inner_ms"] == 1000.0
 
 
-def test_it_costs_little():
+def test_overhead_is_small():
     watch = Stopwatch()
     begin = perf_counter()
     for _ in range(10_000):

@@ -15,7 +15,7 @@ from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
 SIDE = 16
 PARTS = ("tokenizer", "world_model", "actor_critic")
 KINDS = ("iris", "delta_iris")
-SPEC = Spec("pictures", {"image": ArraySpec((3, SIDE, SIDE), "uint8")}, ActionSpec("discrete", (), (3,)))
+SPEC = Spec("images", {"image": ArraySpec((3, SIDE, SIDE), "uint8")}, ActionSpec("discrete", (), (3,)))
 
 
 @cache
@@ -26,7 +26,7 @@ def composed(kind: str, *words: str) -> Any:
         "training.precision=float32",
         "experiment.device=cpu",
     ]
-    if kind == "iris":  # four tokens of these larger pictures
+    if kind == "iris":  # four tokens of these larger images
         overrides += ["algorithm.size.levels=4", "algorithm.size.tokens=4"]
     return resolve_config(compose_config([*overrides, *words]), SPEC)
 

@@ -22,8 +22,8 @@ PARTS = ("vae", "mdn_rnn", "controller")
 PHASE = {"name": "evolve", "iteration": 0, "set": {}, "progress": 0.0}
 
 
-def pictures(action: ActionSpec = CAR, channels: int = 1) -> Spec:
-    return Spec("pictures", {"image": ArraySpec((channels, 64, 64), "uint8")}, action)
+def image_spec(action: ActionSpec = CAR, channels: int = 1) -> Spec:
+    return Spec("images", {"image": ArraySpec((channels, 64, 64), "uint8")}, action)
 
 
 def og_wm_config(**changes: Any) -> DictConfig:
@@ -64,7 +64,7 @@ def og_wm_config(**changes: Any) -> DictConfig:
 
 def make_workflow(spec: Spec | None = None, **changes: Any) -> OriginalWorldModelsWorkflow:
     """Everything that acts or learns; no collector, buffers, environments or logger."""
-    spec = spec or pictures()
+    spec = spec or image_spec()
     config = og_wm_config(**changes)
     workflow: OriginalWorldModelsWorkflow = assemble_workflow(config, spec, torch.device("cpu"))
     return workflow

@@ -1,4 +1,4 @@
-"""What the workflows' cases share: random columns as replay would give them, and which parts a step has changed."""
+"""Shared helpers of the workflow tests: random replay columns, and the parts that a step has changed."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def task_spec(tasks: int = 3) -> Spec:
 
 
 def image_spec(size: int = 32) -> Spec:
-    return Spec("picture", {"image": ArraySpec((3, size, size), "uint8")}, CONTINUOUS)
+    return Spec("image", {"image": ArraySpec((3, size, size), "uint8")}, CONTINUOUS)
 
 
 @cache
@@ -97,7 +97,7 @@ def make_batch(workflow: TDMPCWorkflow, *, size: int | None = None, seed: int = 
     columns["reward"] = torch.randn(size, rows, generator=generator)
     none = torch.zeros(size, rows, dtype=torch.bool)
     columns |= {"terminated": none.clone(), "truncated": none.clone(), "is_first": none.clone()}
-    columns["terminated"][::2, -1] = True  # an end is the last row of its episode
+    columns["terminated"][::2, -1] = True  # termination is in the last row of an episode
     return Batch(columns)
 
 
@@ -133,7 +133,7 @@ def weights(workflow: TDMPCWorkflow) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-# ---------------------------------------------------------------- every kind of it
+# ---------------------------------------------------------------- all kinds of TD-MPC
 
 
 SEVERAL = {

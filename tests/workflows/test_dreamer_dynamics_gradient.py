@@ -1,4 +1,4 @@
-"""The policy's gradient through what its actions lead to, in place of REINFORCE (`controllers.actor.gradient`)."""
+"""Actor gradients through the dynamics instead of REINFORCE (`controllers.actor.gradient`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 
 
 def make(gradient: str = "dynamics", **changes) -> DreamerWorkflow:
-    """Heads that do not start at zero, so that there is something to go through."""
+    """Heads that do not start at zero, so that gradients pass through them."""
     torch.manual_seed(0)
     return make_dreamer(
         vector_spec(CONTINUOUS),
@@ -39,7 +39,7 @@ def make(gradient: str = "dynamics", **changes) -> DreamerWorkflow:
 def slow_gradient(
     workflow: DreamerWorkflow, noise: dict[str, torch.Tensor], entropy: float
 ) -> list[torch.Tensor]:
-    """Written out state by state: the loss of the form of 2023, and its gradient in the policy's weights."""
+    """The loss of the 2023 version, computed state by state, and its gradient with respect to the actor."""
     w, horizon = workflow, workflow.settings.imagination_horizon
     with torch.no_grad():
         states, _ = w.infer(make_batch(w), noise["posterior"])
@@ -47,7 +47,7 @@ def slow_gradient(
     features = [w.rssm.feature(state)]
     entropies = []
     for t in range(horizon):
-        raw = w.actor(features[-1].detach())  # the policy sees states as given
+        raw = w.actor(features[-1].detach())  # no gradient from the policy into the states
         mean, spread = raw[:, :2].tanh(), 0.9 * torch.sigmoid(raw[:, 2:] + 2.0) + 0.1
         action = mean + spread * noise["action"][t]
         entropies.append((spread.log() + 0.5 * (1 + torch.log(torch.tensor(2 * torch.pi)))).sum(-1))
@@ -75,16 +75,16 @@ def slow_gradient(
     ids=["one_block", "four_blocks", "2023"],
 )
 @pytest.mark.parametrize("fast_path", ["off", "on"])
-def test_the_gradient_is_that_of_the_loss_written_out(fast_path: str, changes: dict[str, Any]):
+def test_gradient_matches_explicit_loss(fast_path: str, changes: dict[str, Any]):
     workflow = make(algorithm__entropy=0.1, training__fast_path=fast_path, **changes)
     noise = draw_noise(workflow, "update")
-    noise["action"] *= 3.0  # some beyond the limits of an action
+    noise["action"] *= 3.0  # some exceed the action limits
     expected = slow_gradient(workflow, noise, entropy=0.1)
     with torch.no_grad():
         states, _ = workflow.infer(make_batch(workflow), noise["posterior"])
     with workflow.autocast():
-        dreams = workflow._valued_dreams(states, noise)
-        learned = workflow._learn_from_dreams(dreams, {"entropy": torch.tensor(0.1)})
+        dreams = workflow._imagine_rollouts(states, noise)
+        learned = workflow._actor_critic_gradients(dreams, {"entropy": torch.tensor(0.1)})
     assert (dreams.action.abs() > 1.0).any() and (dreams.action.abs() < 1.0).any()
     found = {id(parameter): gradient for parameter, gradient in learned.gradients.found}
     assert max(gradient.abs().max() for gradient in expected) > 1e-3
@@ -92,7 +92,7 @@ def test_the_gradient_is_that_of_the_loss_written_out(fast_path: str, changes: d
         assert torch.allclose(found[id(parameter)], gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_the_critic_learns_as_by_reinforce():
+def test_critic_gradient_equals_reinforce():
     results = {}
     for choice in ("dynamics", "reinforce"):
         workflow = make(choice)
@@ -106,7 +106,7 @@ def test_the_critic_learns_as_by_reinforce():
         assert same == (part != "actor"), part
 
 
-def test_the_world_model_is_left_alone_by_the_controllers_hook():
+def test_controller_hook_keeps_world_model():
     workflow = make()
     before = weights(workflow)
     result = run_hook(workflow, "update_controller")
@@ -114,7 +114,7 @@ def test_the_world_model_is_left_alone_by_the_controllers_hook():
     assert all(not value.requires_grad for value in result.metrics.values())
 
 
-def test_the_policy_finds_what_a_given_model_rewards():
+def test_policy_maximizes_known_reward():
     workflow = make(algorithm__learning_rate=1e-2, algorithm__imagination_horizon=5)
     states, _ = workflow.infer(make_batch(workflow), draw_noise(workflow, "update")["posterior"])
     start = {key: value[:, -1].detach() for key, value in states.items()}
@@ -130,14 +130,14 @@ def test_the_policy_finds_what_a_given_model_rewards():
     assert dreamed_reward() > before + 0.05
 
 
-def test_choices_have_no_such_gradient_and_words_are_checked():
+def test_invalid_gradient_settings():
     with pytest.raises(ConfigError, match="needs continuous actions"):
         make_dreamer(vector_spec(DISCRETE), controllers__actor__gradient="dynamics")
     with pytest.raises(ConfigError, match="reinforce"):
         make_dreamer(vector_spec(CONTINUOUS), controllers__actor__gradient="reinforced")
 
 
-def test_in_bfloat16_the_gradient_points_the_same_way():
+def test_bfloat16_gradient_direction():
     found = []
     for precision, fast_path in (("float32", "off"), ("bfloat16", "on")):
         workflow = make(training__precision=precision, training__fast_path=fast_path)
@@ -145,8 +145,8 @@ def test_in_bfloat16_the_gradient_points_the_same_way():
         states = workflow.rssm.initial_state(2)
         states = {key: value.unsqueeze(1).expand(-1, 5, *value.shape[1:]) for key, value in states.items()}
         with workflow.autocast():
-            dreams = workflow._valued_dreams(states, noise)
-            learned = workflow._learn_from_dreams(dreams, {"entropy": torch.tensor(0.0)})
+            dreams = workflow._imagine_rollouts(states, noise)
+            learned = workflow._actor_critic_gradients(dreams, {"entropy": torch.tensor(0.0)})
         gradients = {id(parameter): gradient for parameter, gradient in learned.gradients.found}
         found.append(torch.cat([gradients[id(p)].float().flatten() for p in workflow.actor.parameters()]))
     assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.999

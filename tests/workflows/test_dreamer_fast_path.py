@@ -1,4 +1,4 @@
-"""The fast forms give the plain forms' numbers: here with the kernels' torch definitions, on a GPU with the kernels."""
+"""The fast path equals the plain path: on a CPU with the kernels' torch form, on a GPU with the kernels."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dreamer_case import (
     vector_spec,
 )
 
+from rl_lab.components.kernels.pool_norm_silu import fold, unfold
+from rl_lab.components.kernels.reverse_scan import reverse_scan
 from rl_lab.components.nn import conv as folded_conv
 from rl_lab.components.nn.conv import convolve, fold_weight, upsample_weight
 from rl_lab.components.nn.fast_path import fast, fast_path, resolve_fast_path
-from rl_lab.components.nn.kernels.images import fold, unfold
-from rl_lab.components.nn.kernels.recurrence import reverse_recurrence
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, ArraySpec, Spec
 
 
 def jittered(workflow):
-    """Norm scales and biases away from their initial 1 and 0, so that a mistake in them shows."""
+    """Norm scales and biases away from their initial 1 and 0, so that errors in them are visible."""
     generator = torch.Generator().manual_seed(3)
     for name in PARTS:
         for parameter in getattr(workflow, name).parameters():
@@ -42,11 +42,11 @@ def both(spec: Spec) -> Spec:
 @pytest.mark.parametrize(
     "spec", [vector_spec(), vector_spec(CONTINUOUS), image_spec(action=MULTI), both(vector_spec())]
 )
-def test_a_fast_update_gives_the_plain_numbers(spec: Spec, hook: str):
+def test_fast_update_equals_plain(spec: Spec, hook: str):
     assert_fast_is_plain(spec, hook)
 
 
-def test_a_fast_update_of_the_2023_parts_gives_the_plain_numbers():
+def test_fast_update_equals_plain_2023():
     assert_fast_is_plain(vector_spec(CONTINUOUS), "update", **EARLY)
 
 
@@ -75,7 +75,7 @@ def assert_fast_is_plain(spec: Spec, hook: str, **changes) -> None:
         assert torch.allclose(quick[2]["deter"].float(), plain[2]["deter"].float(), atol=1e-2)
 
 
-def test_acting_and_dreaming_are_the_same_either_way():
+def test_fast_acting_and_imagination_equal_plain():
     results = []
     for choice in ("off", "on"):
         workflow = jittered(make_dreamer(image_spec(), training__fast_path=choice))
@@ -119,10 +119,10 @@ def test_wide_layers_are_not_folded(monkeypatch, limit: int):
 def test_reverse_recurrence_by_hand():
     base, gain = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.5, 2.0]])
     # y2 = 3 + 2·10 = 23, y1 = 2 + 0.5·23 = 13.5, y0 = 1 + 0.5·13.5 = 7.75
-    assert reverse_recurrence(base, gain, torch.tensor([10.0])).tolist() == [[7.75, 13.5, 23.0]]
+    assert reverse_scan(base, gain, torch.tensor([10.0])).tolist() == [[7.75, 13.5, 23.0]]
 
 
-def test_the_switch():
+def test_fast_path_setting():
     assert not fast()
     with fast_path():
         assert fast()

@@ -1,4 +1,4 @@
-"""The losses against hand-worked numbers, with stand-ins for actor and critic."""
+"""Losses against values computed by hand, with fake actor and critic."""
 
 import math
 
@@ -11,10 +11,10 @@ from rl_lab.components.nn.moving_averages import ReturnNormalizer
 from rl_lab.components.return_computers.td_lambda import TDLambdaReturns
 from rl_lab.workflows.dreamer.losses import (
     actor_critic_losses,
+    evaluate_rollouts,
     kl_losses,
     replay_value_loss,
     total_loss,
-    value_dreams,
 )
 
 
@@ -29,7 +29,7 @@ class FakeActor:
 
 
 class FakeCritic:
-    """The value is the second feature; the loss is a plain distance, so that its arguments can be read off."""
+    """The value is the second feature; the loss is a plain distance, so that its arguments are visible."""
 
     def __call__(self, feature):
         return feature[..., 1:2]
@@ -44,10 +44,10 @@ class FakeCritic:
         return target - logits[..., 0]
 
 
-def test_actor_and_critic_by_hand():
-    # One dream of two steps: log-prob features 1, 2, 3; values 10, 20, 30; actions 1 and 2.
+def test_actor_critic_losses_by_hand():
+    # One rollout of two steps: log-prob features 1, 2, 3; values 10, 20, 30; actions 1 and 2.
     feature = torch.tensor([[[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]])
-    dreams = value_dreams(
+    rollouts = evaluate_rollouts(
         FakeCritic(),
         TDLambdaReturns(lam=0.5),
         feature=feature,
@@ -55,9 +55,9 @@ def test_actor_and_critic_by_hand():
         reward=torch.tensor([[100.0, 1.0, 2.0]]),
         cont=torch.tensor([[0.9, 0.5, 0.25]]),
     )
-    losses, metrics = actor_critic_losses(FakeActor(), FakeCritic(), dreams, entropy_scale=0.1)
-    # R[1] = 2 + 0.25·30 = 9.5; R[0] = 1 + 0.5·(0.5·20 + 0.5·9.5) = 8.375; the first reward plays no part.
-    assert torch.allclose(dreams.returns, torch.tensor([[8.375, 9.5]]))
+    losses, metrics = actor_critic_losses(FakeActor(), FakeCritic(), rollouts, entropy_scale=0.1)
+    # R[1] = 2 + 0.25·30 = 9.5; R[0] = 1 + 0.5·(0.5·20 + 0.5·9.5) = 8.375; the first reward is unused.
+    assert torch.allclose(rollouts.returns, torch.tensor([[8.375, 9.5]]))
     # Weights: 0.9 in the first state, 0.9·0.5 in the second. The return range is under 1, so nothing is scaled.
     advantage = torch.tensor([[8.375 - 10.0, 9.5 - 20.0]])
     log_prob = torch.tensor([[1.0, 4.0]])  # the action of a state is scored in that state
@@ -68,7 +68,7 @@ def test_actor_and_critic_by_hand():
     assert metrics["value_rise"].item() == 20.0
 
 
-def test_replay_value_by_hand():
+def test_replay_value_loss_by_hand():
     feature = torch.tensor([[[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [0.0, 4.0]]])
     loss = replay_value_loss(
         FakeCritic(),
@@ -80,7 +80,7 @@ def test_replay_value_by_hand():
         bootstrap=torch.tensor([[10.0, 20.0, 30.0, 40.0]]),
         discount=0.9,
     )
-    # Row 2 is terminal: R[1] = 2. R[0] = 1 + 0.9·(0.5·20 + 0.5·2) = 10.9. Row 2 itself weighs nothing.
+    # Row 2 is terminal: R[1] = 2. R[0] = 1 + 0.9·(0.5·20 + 0.5·2) = 10.9. Row 2 itself has weight 0.
     assert torch.allclose(loss, torch.tensor([[10.9 - 1.0, 2.0 - 2.0, 0.0]]))
 
 
@@ -97,7 +97,7 @@ def test_truncation_bootstraps_and_cuts():
     assert torch.allclose(loss, torch.tensor([[1 + 0.9 * 20.0, 0.0]]))
 
 
-def test_free_nats_are_per_step_and_stop_the_gradient():
+def test_free_nats_clip_each_step():
     logits = torch.zeros(1, 2, 2, 3, requires_grad=True)
     other = torch.zeros(1, 2, 2, 3)
     other[0, 1] = torch.tensor([5.0, 0.0, -5.0])  # only the second step differs by more than a nat
@@ -111,7 +111,7 @@ def test_free_nats_are_per_step_and_stop_the_gradient():
     assert metrics["posterior_entropy"].item() == pytest.approx(2 * math.log(3.0), rel=1e-5)
 
 
-def test_each_half_of_the_kl_trains_its_own_side():
+def test_kl_losses_stop_gradients():
     a, b = torch.randn(1, 1, 2, 3, requires_grad=True), torch.randn(1, 1, 2, 3, requires_grad=True)
     losses, _ = kl_losses(unimix_probs(a).log(), unimix_probs(b).log(), free_nats=0.0)
     grads = torch.autograd.grad(losses["dynamics"].sum(), [a, b], allow_unused=True, retain_graph=True)
@@ -156,9 +156,9 @@ def only(**kept):
         ("representation", {"rssm", "encoder"}),
     ],
 )
-def test_which_parts_a_loss_trains(loss, reached):
+def test_parts_reached_by_each_loss(loss, reached):
     workflow = make_dreamer(algorithm__loss_scales=only(**{loss: 1.0}), algorithm__free_nats=0.0)
-    # Output layers that start at zero would hide what lies behind them.
+    # Output layers that start at zero would block the gradient to earlier layers.
     for head in (workflow.reward_head, workflow.critic.head):
         head.mlp.out.weight.data.normal_()
     run_hook(workflow, "update", make_batch(workflow))

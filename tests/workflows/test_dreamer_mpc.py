@@ -1,4 +1,4 @@
-"""The planner over Dreamer's RSSM."""
+"""Dreamer that acts by planning in its RSSM."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def make_workflow(action=DISCRETE):
 
 
 @pytest.mark.parametrize("action", [DISCRETE, MULTI, CONTINUOUS], ids=lambda a: a.kind)
-def test_acts_by_planning_in_the_rssm(action):
+def test_acts_by_planning(action):
     workflow = make_workflow(action)
     state = workflow.initial_policy_state(3)
     obs, first = {"vector": torch.randn(3, 4)}, torch.ones(3, dtype=torch.bool)
@@ -44,15 +44,15 @@ def test_acts_by_planning_in_the_rssm(action):
     assert {key: value.shape for key, value in after.items()} == {
         key: value.shape for key, value in state.items()
     }
-    assert torch.equal(after["action"], chosen)  # the model must be told what was really done
+    assert torch.equal(after["action"], chosen)  # the state must contain the executed action
     assert not torch.equal(after["plan"], state["plan"])
     assert set(extras) == {"deter", "stoch"}
     random = workflow.act(obs, after, first, ActMode(epsilon=1.0))
     assert torch.equal(random[1]["plan"], workflow.initial_policy_state(3)["plan"])
 
 
-def test_the_model_is_the_rssm():
-    """Rewards belong to the state they arrive with; the continue head's discount counts once."""
+def test_planning_model_matches_rssm():
+    """Rewards are those of the following state; the discount of the continue head is applied once."""
     workflow = make_workflow()
     model, rssm = workflow.planning_model, workflow.rssm
     state = rssm.initial_state(5)
@@ -70,7 +70,7 @@ def test_the_model_is_the_rssm():
     assert torch.allclose(value, expected, atol=1e-5)
 
 
-def test_dreams_are_planned_too():
+def test_dream_act_plans():
     workflow = make_workflow()
     state = workflow.dream_start(make_batch(workflow, size=3, rows=4))
     mode = ActMode(generator=torch.Generator().manual_seed(0))
@@ -81,13 +81,13 @@ def test_dreams_are_planned_too():
     assert action.shape == (3,)
 
 
-def test_planning_finds_what_the_actor_has_not_learned():
+def test_planning_beats_untrained_actor():
     """With the critic and reward of a trained model replaced by known ones, the plan takes the better action."""
     workflow = make_workflow()
     model = workflow.planning_model
 
     def reward(latent, action, following):
-        return action[..., 2]  # the third choice, whatever the state
+        return action[..., 2]  # the third action, in every state
 
     model.reward = reward
     state = workflow.initial_policy_state(4)
@@ -97,8 +97,8 @@ def test_planning_finds_what_the_actor_has_not_learned():
 
 
 @pytest.mark.learning
-def test_the_experiment_balances_the_pole(tmp_path: Path):
-    """Planning in a model of a few minutes: well above the 20 of random actions."""
+def test_experiment_balances_pole(tmp_path: Path):
+    """After a few minutes of training: well above the return of 20 of random actions."""
     words = ["training.total_timesteps=5000", "environment.workers=0", "logging.progress=off"]
     words += ["training.evaluate.every_env_steps=2500", "logging.tensorboard=false"]
     run = rl_lab.train("dreamer_mpc_cartpole", [*words, f"run_dir={tmp_path / 'run'}"])

@@ -1,4 +1,4 @@
-"""Replay context and write-back: which stored row gives the memory, the action and the place to write to."""
+"""Replay context and write-back: the rows that provide the initial state and action, and the rows written."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def rows_of(columns, start, stop):
 
 @pytest.fixture
 def stream():
-    """A long stored stream whose latents are the posteriors of one pass over all of it."""
+    """A long stored stream with the posteriors of one pass over it as latents."""
     workflow = make_dreamer(algorithm__batch_length=4)
     columns = dict(make_batch(workflow, rows=12).columns)
     columns["is_first"][:, 0] = True
@@ -25,12 +25,12 @@ def stream():
         states, _ = workflow.rssm.observe_sequence(
             workflow.rssm.initial_state(2), previous, embed, columns["is_first"], noise
         )
-    columns["deter"] = states["deter"]  # float32 here, so that nothing is lost to rounding
+    columns["deter"] = states["deter"]  # float32, to avoid rounding
     columns["stoch"] = states["stoch"].argmax(-1).to(torch.uint8)
     return workflow, columns, noise, states
 
 
-def test_context_row_carries_on_where_the_stream_was(stream):
+def test_context_row_restores_stream_state(stream):
     workflow, columns, noise, states = stream
     for start in range(12 - 5 + 1):
         inferred, _ = workflow.infer(rows_of(columns, start, start + 5), noise[:, start + 1 : start + 5])
@@ -38,7 +38,7 @@ def test_context_row_carries_on_where_the_stream_was(stream):
             assert torch.allclose(inferred[key], states[key][:, start + 1 : start + 5], atol=1e-5)
 
 
-def test_context_row_gives_the_previous_action_and_the_last_action_is_not_used(stream):
+def test_context_row_gives_previous_action(stream):
     workflow, columns, noise, _ = stream
     columns["is_first"][:, 1:] = False
     batch = rows_of(columns, 2, 7)
@@ -50,7 +50,7 @@ def test_context_row_gives_the_previous_action_and_the_last_action_is_not_used(s
         assert torch.allclose(inferred["deter"], reference["deter"]) != matters
 
 
-def test_context_observation_is_not_trained_on(stream):
+def test_context_observation_is_unused(stream):
     workflow, columns, _noise, _ = stream
     batch = rows_of(columns, 2, 7)
     reference = run_hook(workflow, "update_world_model", batch)
@@ -62,7 +62,7 @@ def test_context_observation_is_not_trained_on(stream):
     assert torch.equal(result.metrics["loss"], reference.metrics["loss"])
 
 
-def test_write_back_holds_the_new_posteriors_of_the_rows_after_the_context(stream):
+def test_write_back_contains_new_posteriors(stream):
     workflow, columns, _, _ = stream
     hook = workflow.hooks()["update"]
     batch = rows_of(columns, 2, 7)
@@ -77,7 +77,7 @@ def test_write_back_holds_the_new_posteriors_of_the_rows_after_the_context(strea
     assert torch.equal(one_hot(result.write_back["stoch"].long(), 4), expected["stoch"].detach())
 
 
-def test_columns_match_what_act_stores_and_what_is_written_back():
+def test_policy_columns_match_act_and_write_back():
     workflow = make_dreamer()
     declared = workflow.policy_columns()
     obs = {"vector": torch.randn(5, 4)}
@@ -93,8 +93,8 @@ def test_columns_match_what_act_stores_and_what_is_written_back():
 
 
 @pytest.mark.parametrize("action", [None, CONTINUOUS])
-def test_acting_step_by_step_equals_inferring_the_stored_sequence(action):
-    """Latents that `act` stores are those training would compute: with one class there is no chance in them."""
+def test_acting_equals_sequence_inference(action):
+    """`act` stores the latents that training computes; with one class they are deterministic."""
     spec = vector_spec(action) if action else vector_spec()
     workflow = make_dreamer(spec, algorithm__size__classes=1)
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +112,7 @@ def test_acting_step_by_step_equals_inferring_the_stored_sequence(action):
     assert torch.allclose(states["deter"], columns["deter"][:, 1:].float(), atol=2e-2)
 
 
-def test_without_context_sequences_start_from_zeros():
+def test_no_context_starts_from_zeros():
     workflow = make_dreamer(algorithm__replay_context=0)
     assert workflow.policy_columns() == {}
     hook = workflow.hooks()["update"]
@@ -128,15 +128,15 @@ def test_without_context_sequences_start_from_zeros():
     assert run_hook(workflow, "update").write_back is None
 
 
-def test_rows_without_stored_latents_start_from_zeros():
+def test_missing_latents_start_from_zeros():
     workflow = make_dreamer()
     batch = make_batch(workflow)
     plain = Batch({key: value for key, value in batch.columns.items() if key not in ("deter", "stoch")})
     assert run_hook(workflow, "update", plain).write_back is None
 
 
-def test_a_stream_cut_off_shows_as_a_last_row():
-    """A row followed by a first row ends its episode, even when no flag says so."""
+def test_interrupted_stream_ends_episode():
+    """A row before an `is_first` row ends its episode, even without a flag."""
     workflow = make_dreamer()
     batch = make_batch(workflow)
     for flag in ("terminated", "truncated", "is_first"):

@@ -53,16 +53,16 @@ def counts_of(size):
 
 
 @pytest.mark.parametrize("size", COUNTS)
-def test_total(size):
+def test_total_count(size):
     assert sum(counts_of(size).values()) == pytest.approx(COUNTS[size], rel=0.005)
 
 
 @pytest.mark.parametrize("size", PARTS)
-def test_by_part(size):
+def test_count_per_part(size):
     assert counts_of(size) == pytest.approx(PARTS[size], abs=0.05 if size == "200m" else 0.005)
 
 
-def test_the_hyperparameters_of_2023():
+def test_2023_hyperparameters():
     """danijar/dreamerv3 configs.yaml @ 8fa35f8, defaults and dmc_proprio."""
     config = compose_config(["experiment=dreamer_dmc_proprio_2023"])
     layers = {name: (node.layers, node.units) for name, node in config.components.items() if "layers" in node}
@@ -92,4 +92,4 @@ def test_the_hyperparameters_of_2023():
     assert (algorithm.train_ratio, algorithm.batch_size, algorithm.batch_length) == (512, 16, 64)
     assert (algorithm.imagination_horizon, algorithm.entropy, algorithm.slow_critic_rate) == (15, 3e-4, 0.02)
     assert (environment.num_envs, environment.action_repeat) == (4, 2)
-    assert config.training.precision == "tensorfloat32"  # float16 there, with as many digits
+    assert config.training.precision == "tensorfloat32"  # float16 in the original, with as many mantissa bits

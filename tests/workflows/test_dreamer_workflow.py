@@ -17,7 +17,7 @@ from dreamer_case import (
 from omegaconf import OmegaConf
 
 from rl_lab.config.checks import CONFIG_FOLDER
-from rl_lab.environments.world_model_env import Dreams, WorldModelEnv
+from rl_lab.environments.world_model_env import ImaginedEpisodes, WorldModelEnv
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, Batch, Spec
 
@@ -41,7 +41,9 @@ def test_fused_update_trains_every_part(action):
 def test_gradients_reach_every_tensor():
     workflow = make_dreamer()
     run_hook(workflow, "update")
-    run_hook(workflow, "update")  # what lies behind layers that start at zero is reached from the second on
+    run_hook(
+        workflow, "update"
+    )  # layers before zero-initialized ones get gradients from the second update on
     for part, parameters in workflow.parts.items():
         for parameter in parameters:
             assert parameter.grad is not None and parameter.grad.abs().sum() > 0, (part, parameter.shape)
@@ -67,7 +69,7 @@ def test_separate_hooks_train_their_half_only():
     assert result.write_back is None
 
 
-def test_separate_hooks_have_the_losses_of_the_fused_one():
+def test_separate_hooks_equal_fused_losses():
     fused = run_hook(make_dreamer(), "update").metrics
     model = run_hook(make_dreamer(), "update_world_model").metrics
     controller = run_hook(make_dreamer(), "update_controller").metrics
@@ -113,7 +115,7 @@ def test_step_does_not_write_into_its_batch():
 
 
 @pytest.mark.parametrize("hook", ["update", "update_world_model"])
-def test_non_finite_input_masks_the_whole_update(hook):
+def test_non_finite_input_masks_update(hook):
     workflow = make_dreamer()
     run_hook(workflow, hook)
     before = weights(workflow)
@@ -123,7 +125,7 @@ def test_non_finite_input_masks_the_whole_update(hook):
     result = run_hook(workflow, hook, batch)
     assert result.metrics["nonfinite"].item() == 1.0
     changed = changed_parts(before, weights(workflow))
-    assert changed <= {"critic"}  # whose slow copy may move on towards finite weights
+    assert changed <= {"critic"}  # whose slow copy may still move
     for key, value in weights(workflow)["critic"].items():
         assert torch.isfinite(value).all()
         assert "slow" in key or torch.equal(value, before["critic"][key])
@@ -164,7 +166,7 @@ def test_return_computer_is_swappable_by_config(name):
     assert not torch.equal(*returns)
 
 
-def test_learns_a_short_sequence_by_heart():
+def test_overfits_short_sequence():
     workflow = make_dreamer(algorithm__learning_rate=3e-3)
     batch = make_batch(workflow)
     first = run_hook(workflow, "update_world_model", batch).metrics
@@ -175,15 +177,15 @@ def test_learns_a_short_sequence_by_heart():
     assert last["loss/continue"] < 0.5 * first["loss/continue"]
 
 
-def test_actor_prefers_what_the_dream_rewards():
-    """A world that rewards action 0 only: the policy finds it."""
+def test_actor_learns_imagined_reward():
+    """The policy learns action 0 if only this action is rewarded."""
     workflow = make_dreamer(algorithm__learning_rate=3e-3, algorithm__batch_size=8)
     torch.manual_seed(0)
     batch = make_batch(workflow)
     for flag in ("terminated", "truncated", "is_first"):
         batch.columns[flag].zero_()
     batch.columns["reward"][:, 1:] = (batch["action"][:, :-1] == 0).float()
-    # What was done shows in the next observation, as it would in an environment.
+    # The next observation depends on the action, as in an environment.
     batch.columns["obs/vector"][:, 1:, 0] = 2.0 * batch["reward"][:, 1:] - 1.0
     for step in range(250):
         run_hook(workflow, "update", batch, seed=step)
@@ -217,7 +219,7 @@ def test_act_and_imagine(action):
     assert torch.equal(*repeats)
 
 
-def test_acting_forgets_at_a_first_row():
+def test_acting_resets_at_is_first():
     workflow = make_dreamer(algorithm__size__classes=1)
     obs, mode = {"vector": torch.randn(2, 4)}, ActMode(sample=False)
     fresh = workflow.initial_policy_state(2)
@@ -242,14 +244,14 @@ def test_report_of_vectors_and_images():
     video = report["open_loop/image"]
     assert video.shape == (8, 3, 2 * 32, 3 * 32)
     assert video.dtype == torch.uint8
-    # The model's panel is framed green while it sees the truth, red while it predicts.
+    # The border of the model's panel is green while it observes, red while it predicts.
     assert video[0, :, 0, 32].tolist() == [0, 255, 0]
     assert video[-1, :, 0, 32].tolist() == [255, 0, 0]
-    # Two dreams side by side: the state seen last, and eight dreamed ones.
+    # Two rollouts side by side: the last observed state and eight imagined ones.
     assert report["imagination/image"].shape == (9, 3, 32, 2 * 32)
 
 
-def test_state_beyond_the_parts():
+def test_workflow_state():
     workflow = make_dreamer()
     run_hook(workflow, "update")
     other = make_dreamer()
@@ -257,23 +259,23 @@ def test_state_beyond_the_parts():
     assert other.guard.report()["updates"] == 1
 
 
-def test_resumed_training_goes_on_exactly():
+def test_resumed_training_is_exact():
     def train(workflow, steps, start=0):
         for step in range(start, start + steps):
             run_hook(workflow, "update", make_batch(workflow, seed=step), seed=step)
 
-    whole, half, resumed = make_dreamer(), make_dreamer(), make_dreamer()
-    train(whole, 4)
+    full, half, resumed = make_dreamer(), make_dreamer(), make_dreamer()
+    train(full, 4)
     train(half, 2)
     for name in PARTS:
         getattr(resumed, name).load_state_dict(getattr(half, name).state_dict())
     resumed.optimizers[0].load_state_dict(half.optimizers[0].state_dict())
     resumed.set_state(half.get_state())
     train(resumed, 2, start=2)
-    assert changed_parts(weights(whole), weights(resumed)) == set()
+    assert changed_parts(weights(full), weights(resumed)) == set()
 
 
-def test_helpful_messages():
+def test_config_errors():
     with pytest.raises(ConfigError, match=r"rssm\.embed_dim=8"):
         make_dreamer(components__rssm__embed_dim=5)
     with pytest.raises(ConfigError, match="replay_context"):
@@ -286,7 +288,7 @@ def test_helpful_messages():
         make_dreamer(training__precision="float16")
 
 
-def test_settings_name_what_the_config_lacks():
+def test_missing_settings_are_named():
     from rl_lab.workflows.dreamer.settings import DreamerSettings
 
     algorithm = dict(dreamer_config().algorithm)
@@ -295,14 +297,14 @@ def test_settings_name_what_the_config_lacks():
         DreamerSettings.from_config(algorithm)
 
 
-def test_dreams_from_the_last_steps_only():
+def test_imagination_last():
     workflow = make_dreamer(algorithm__imagination_last=2)
     hook = workflow.hooks()["update"]
     assert hook.noise["prior"].shape == (3, 4, 3)
     assert torch.isfinite(run_hook(workflow, "update").metrics["loss"])
 
 
-def test_bfloat16_stays_close_to_float32():
+def test_bfloat16_close_to_float32():
     plain = run_hook(make_dreamer(), "update").metrics
     workflow = make_dreamer(training__precision="bfloat16")
     half = run_hook(workflow, "update").metrics
@@ -312,13 +314,13 @@ def test_bfloat16_stays_close_to_float32():
 
 
 def test_batch_mapping_is_enough():
-    """A hook reads the batch by its columns only."""
+    """A hook reads only the columns of the batch."""
     workflow = make_dreamer()
     batch = Batch(dict(make_batch(workflow).columns))
     assert torch.isfinite(run_hook(workflow, "update", batch).metrics["loss"])
 
 
-def test_parts_that_leave_observations_out():
+def test_encoder_and_decoder_keys():
     spec = Spec("both", {**vector_spec().observations, **image_spec().observations}, DISCRETE)
     workflow = make_dreamer(spec, components__encoder__keys=["vector"], components__decoder__keys=["image"])
     assert workflow.rssm.embed_dim == workflow.encoder.embed_dim == 8
@@ -327,7 +329,7 @@ def test_parts_that_leave_observations_out():
     env = WorldModelEnv(workflow, spec, lambda count, generator: make_batch(workflow, size=count))
     obs, _ = env.reset(seed=0)
     assert set(obs) == {"image"} and env.observation_space.contains(obs)
-    dreams = Dreams(workflow, spec, flush_every=1)
+    dreams = ImaginedEpisodes(workflow, spec, flush_every=1)
     assert set(dreams.start(make_batch(workflow))) == {"image"}
-    with pytest.raises(ConfigError, match="predicts only image"):
+    with pytest.raises(ConfigError, match="only predicts image"):
         dreams.step(torch.zeros(2, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""IRIS and Δ-IRIS: each hook trains its part and no other, dreams, acting, memory, and what a config may get wrong."""
+"""IRIS and Δ-IRIS: hooks, imagination, acting, memory, state and config errors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from iris_case import (
     weights,
 )
 
-from rl_lab.components.dynamics.sequence_backbone import copy_state
+from rl_lab.components.dynamics.backbones import copy_state
 from rl_lab.components.nn.optim import decayed_adamw
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, Batch
 from rl_lab.workflows.iris.policy_loss import imagine
-from rl_lab.workflows.iris.workflow import accumulated
+from rl_lab.workflows.iris.workflow import accumulated_loss
 
 HOOKS = {f"update_{name}": name for name in PARTS}
 
@@ -36,7 +36,7 @@ def workflow(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("hook", sorted(HOOKS))
-def test_a_hook_trains_its_part_and_no_other(workflow, hook):
+def test_hook_trains_only_its_part(workflow, hook):
     before = weights(workflow)
     result = run_hook(workflow, hook)
     assert changed_parts(before, weights(workflow)) == {HOOKS[hook]}
@@ -46,11 +46,11 @@ def test_a_hook_trains_its_part_and_no_other(workflow, hook):
 
 
 @pytest.mark.parametrize("hook", sorted(HOOKS))
-def test_a_hook_is_a_function_of_batch_and_noise(hook):
+def test_hook_is_pure(hook):
     first, second = (make_workflow("delta_iris") for _ in range(2))
     torch.manual_seed(1)
     one = run_hook(first, hook)
-    torch.manual_seed(2)  # torch's own generator must not matter
+    torch.manual_seed(2)  # the global generator must not be used
     two = run_hook(second, hook)
     assert all(torch.equal(one.metrics[key], two.metrics[key]) for key in one.metrics)
     assert not changed_parts(weights(first), weights(second))
@@ -58,8 +58,8 @@ def test_a_hook_is_a_function_of_batch_and_noise(hook):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["tokenizer", "world_model", "actor_critic"])
-def test_padding_does_not_matter(kind, name):
-    """Whatever stands in padded rows that no valid row comes after, the gradient is the same."""
+def test_padding_is_ignored(kind, name):
+    """The content of padded rows with no valid row after them does not change the gradient."""
     results = []
     for filler in (0, 200):
         workflow = make_workflow(kind, "algorithm.tokenizer.pad=right", "algorithm.world_model.pad=right")
@@ -74,11 +74,11 @@ def test_padding_does_not_matter(kind, name):
 
 
 @torch.no_grad()
-def test_frames_after_an_imagined_end_are_marked(workflow):
+def test_frames_after_imagined_end_are_marked(workflow):
     batch = hook_batch(workflow, "update_actor_critic")
     noise = hook_noise(workflow, "update_actor_critic")
     noise["model"][:, :, 1] = 1.0
-    noise["model"][0, 0, 1] = 0.0  # the first dream ends with its second frame
+    noise["model"][0, 0, 1] = 0.0  # the first trajectory ends with its second frame
     network = workflow.actor_critic
     dream = imagine(
         network,
@@ -99,15 +99,15 @@ def test_frames_after_an_imagined_end_are_marked(workflow):
     assert float(dream.frames.min()) >= 0.0 and float(dream.frames.max()) <= 1.0
 
 
-def test_what_follows_an_imagined_end_teaches_only_where_it_should():
-    """With masking, another ending of the story after its end leaves the loss as it is."""
+def test_mask_ended():
+    """With masking, frames after the imagined end do not change the loss."""
 
     def loss(kind: str, seed: int) -> torch.Tensor:
         workflow = make_workflow(
             kind, "algorithm.imagination_horizon=5", "algorithm.entropy=0.1", "algorithm.blocks=10"
         )
         noise = hook_noise(workflow, "update_actor_critic")
-        noise["model"][:, 0, 1] = 0.0  # every dream ends with its second frame
+        noise["model"][:, 0, 1] = 0.0  # every trajectory ends with its second frame
         noise["action"][:, 2:] = torch.rand(
             noise["action"][:, 2:].shape, generator=torch.Generator().manual_seed(seed)
         )
@@ -118,7 +118,7 @@ def test_what_follows_an_imagined_end_teaches_only_where_it_should():
     assert not torch.equal(loss("iris", 1), loss("iris", 2))
 
 
-def test_a_dream_from_a_finished_episode_teaches_nothing(workflow):
+def test_terminal_start_has_no_loss(workflow):
     batch = hook_batch(workflow, "update_actor_critic")
     batch.terminated[:, -1] = True
     metrics = run_hook(workflow, "update_actor_critic", batch=batch).metrics
@@ -127,7 +127,7 @@ def test_a_dream_from_a_finished_episode_teaches_nothing(workflow):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_shares_of_a_batch_give_the_same_gradient(name):
+def test_accumulation_keeps_gradient(name):
     workflow = make_workflow("iris")
     spec = workflow.hooks()[f"update_{name}"].batch
     batch = make_batch(4, spec.rows)
@@ -138,26 +138,26 @@ def test_shares_of_a_batch_give_the_same_gradient(name):
     }
     part = getattr(workflow, name)
 
-    def loss(share: Batch, numbers: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(rows: Batch, row_noise: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if name == "tokenizer":
-            found, metrics = part.compute_loss(share)
+            found, metrics = part.compute_loss(rows)
         elif name == "world_model":
-            found, metrics = part.compute_loss(share, workflow.tokenizer)
+            found, metrics = part.compute_loss(rows, workflow.tokenizer)
         else:
             found, metrics = workflow.policy_loss.compute_loss(
-                share,
+                rows,
                 part,
                 workflow.tokenizer,
                 workflow.world_model,
-                action_noise=numbers["action"],
-                model_noise=numbers["model"],
+                action_noise=row_noise["action"],
+                model_noise=row_noise["model"],
             )
         return found.loss_total, metrics
 
     gradients, values = [], []
     for shares in (1, 2, 4):
         part.zero_grad()
-        value, _ = accumulated(loss, batch, noise, list(part.parameters()), shares)
+        value, _ = accumulated_loss(loss, batch, noise, list(part.parameters()), shares)
         value.backward()
         values.append(value.detach())
         gradients.append([torch.zeros(()) if p.grad is None else p.grad.clone() for p in part.parameters()])
@@ -169,8 +169,8 @@ def test_shares_of_a_batch_give_the_same_gradient(name):
             )
 
 
-def test_grad_acc_steps_must_divide_the_batch():
-    with pytest.raises(ConfigError, match="grad_acc_steps must divide"):
+def test_grad_acc_steps_divides_batch_size():
+    with pytest.raises(ConfigError, match=r"grad_acc_steps is 3: choose a divisor of batch_size"):
         make_workflow("iris", "algorithm.world_model.grad_acc_steps=3")
     workflow = make_workflow("iris", "algorithm.world_model.grad_acc_steps=2")
     before = weights(workflow)
@@ -178,7 +178,7 @@ def test_grad_acc_steps_must_divide_the_batch():
     assert changed_parts(before, weights(workflow)) == {"world_model"}
 
 
-def test_only_matrices_decay():
+def test_weight_decay_only_on_matrices():
     workflow = make_workflow("delta_iris")
     groups = workflow.optimizers["world_model"].param_groups
     named = {id(p): name for name, p in workflow.world_model.named_parameters()}
@@ -192,7 +192,7 @@ def test_only_matrices_decay():
     assert len(decayed_adamw([torch.nn.Parameter(torch.zeros(2))], lr=1.0).param_groups) == 1
 
 
-# ---------------------------------------------------------------- acting and dreaming
+# ---------------------------------------------------------------- acting and imagination
 
 
 def acted(workflow, mode: ActMode, rows: int = 3, seed: int = 0):
@@ -206,7 +206,7 @@ def acted(workflow, mode: ActMode, rows: int = 3, seed: int = 0):
     return torch.stack(actions, 1), state
 
 
-def test_acting_remembers_and_forgets_at_an_episodes_start(workflow):
+def test_acting_memory_resets_at_is_first(workflow):
     _, state = acted(workflow, ActMode(sample=False))
     obs = {"image": make_batch(2, 1, seed=5).obs["image"][:, 0]}
     _, fresh, _ = workflow.act(
@@ -217,7 +217,7 @@ def test_acting_remembers_and_forgets_at_an_episodes_start(workflow):
     assert not torch.allclose(mixed["h"][1], fresh["h"][1])
 
 
-def test_acting_draws_from_the_given_generator_alone(workflow):
+def test_acting_uses_only_given_generator(workflow):
     def actions(epsilon: float) -> torch.Tensor:
         return acted(workflow, ActMode(epsilon=epsilon, generator=torch.Generator().manual_seed(3)), rows=6)[
             0
@@ -231,8 +231,8 @@ def test_acting_draws_from_the_given_generator_alone(workflow):
     assert set(seen) == {"value", "entropy"} and seen["value"].shape == (2,)
 
 
-def test_the_memory_of_acting_is_that_of_burn_in(workflow):
-    """What the policy remembers in the environment is what training gives it before a dream."""
+def test_acting_memory_equals_burn_in(workflow):
+    """The policy memory in the environment equals the memory after burn-in."""
     batch = make_batch(2, 4)
     state = workflow.initial_policy_state(2)
     for t in range(3):
@@ -242,7 +242,7 @@ def test_the_memory_of_acting_is_that_of_burn_in(workflow):
     torch.testing.assert_close(start["policy/h"], state["h"], atol=1e-5, rtol=1e-4)
 
 
-def test_dreams_go_on_longer_than_the_memory_and_from_any_state_twice(workflow):
+def test_dream_exceeds_context_and_is_repeatable(workflow):
     batch = make_batch(2, 2)
     state = workflow.dream_start(batch)
     assert all(len(value) == 2 for value in state.values())
@@ -264,7 +264,7 @@ def test_dreams_go_on_longer_than_the_memory_and_from_any_state_twice(workflow):
     assert dream.obs["image"].shape == (2, 4, 3, 16, 16) and dream.reward.shape == dream.cont.shape == (2, 4)
 
 
-def test_the_report_changes_nothing_and_repeats_itself(workflow):
+def test_report_is_pure_and_reproducible(workflow):
     batch = hook_batch(workflow, "update_world_model")
     before = weights(workflow)
     first, second = workflow.report(batch), workflow.report(batch)
@@ -279,10 +279,10 @@ def test_the_report_changes_nothing_and_repeats_itself(workflow):
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(second[key]))
 
 
-# ---------------------------------------------------------------- memory of the run, and configs
+# ---------------------------------------------------------------- state and configs
 
 
-def test_the_slow_copy_follows_and_is_remembered():
+def test_slow_copy_is_updated_and_saved():
     workflow = make_workflow("delta_iris")
     for seed in range(3):
         run_hook(workflow, "update_actor_critic", seed=seed)
@@ -299,16 +299,16 @@ def test_the_slow_copy_follows_and_is_remembered():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algorithm.size.tokens=9"], "tokens 4 and the world model expects 9"),
+        (["algorithm.size.tokens=9"], "tokens is 9, but the tokenizer has 4"),
         (["algorithm.blocks=2"], "blocks"),
-        (["algorithm.world_model.batch_length=2", "algorithm.blocks=2"], "does not fit"),
+        (["algorithm.world_model.batch_length=2", "algorithm.blocks=2"], "decrease it or increase"),
         (["algorithm.imagination_horizon=1"], "at least 2"),
         (["algorithm.tokenizer.pad=middle"], "'middle'"),
         (["+algorithm.tokenizer.bach_size=3"], "'bach_size'"),
-        (["algorithm.size.levels=6"], "cannot be halved"),
+        (["algorithm.size.levels=6"], "cannot be downsampled"),
     ],
 )
-def test_what_does_not_fit_is_said(words, message):
+def test_config_errors(words, message):
     with pytest.raises(ConfigError, match=message):
         make_workflow("iris", *words)
 
@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_said(words, message):
         ],
     ],
 )
-def test_parts_are_swapped_by_config(words):
+def test_parts_are_swappable_by_config(words):
     workflow = make_workflow("iris", *words)
     run = partial(run_hook, workflow)
     for hook in HOOKS:

@@ -1,4 +1,4 @@
-"""IRIS and Δ-IRIS with fast forms give the plain numbers: losses and the gradient's size, dreams among what they rest on."""
+"""IRIS and Δ-IRIS: losses and gradient norms of the fast path equal those of the plain path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from iris_case import KINDS, PARTS, make_workflow, run_hook
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", PARTS)
-def test_updates(kind: str, part: str):
+def test_fast_update_equals_plain(kind: str, part: str):
     found = []
     for choice in ("on", "off"):
         workflow = make_workflow(kind, f"training.fast_path={choice}")

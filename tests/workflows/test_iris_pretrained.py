@@ -1,4 +1,4 @@
-"""A pretrained language model as backbone: what a folder holds is what is used, only norms learn, steps equal the whole.
+"""A pretrained language model as backbone: loading a folder, training only the norms, cached steps.
 
 The folders are written here, with random weights: no real pretrained model was ever run.
 """
@@ -16,10 +16,8 @@ pytest.importorskip("transformers")
 
 from iris_case import make_workflow, run_hook
 
-from rl_lab.components.dynamics.pretrained_backbone import PretrainedBackbone
-from rl_lab.components.dynamics.sequence_backbone import copy_state
-from rl_lab.errors import ConfigError, MissingPackageError
-from rl_lab.utils.install import install_line
+from rl_lab.components.dynamics.backbones import PretrainedBackbone, copy_state
+from rl_lab.errors import ConfigError, MissingPackageError, install_line
 
 B, T, WIDTH = 3, 9, 16
 
@@ -66,7 +64,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @torch.no_grad()
 @pytest.mark.parametrize("dim", [WIDTH, 8])
 @pytest.mark.parametrize("parts", [(1,) * 9, (4, 1, 3, 1)])
-def test_cached_steps_equal_the_whole_sequence(folder, dim, parts):
+def test_cached_steps_equal_full_sequence(folder, dim, parts):
     backbone = PretrainedBackbone(dim=dim, length=T, path=folder)
     backbone.train()  # its dropout stays off
     x = torch.randn(B, T, dim)
@@ -83,7 +81,7 @@ def test_cached_steps_equal_the_whole_sequence(folder, dim, parts):
 
 
 @torch.no_grad()
-def test_sequences_may_stand_at_different_places(folder):
+def test_sequences_at_different_positions(folder):
     backbone = PretrainedBackbone(dim=WIDTH, length=T, path=folder)
     x = torch.randn(1, 5, WIDTH)
     _, state = backbone.step(x[:, :4].expand(2, -1, -1), backbone.init_state(2))
@@ -97,7 +95,7 @@ def test_sequences_may_stand_at_different_places(folder):
 
 
 @pytest.mark.parametrize("kind", ["iris", "delta_iris"])
-def test_loaded_weights_survive_the_build_and_only_norms_learn(kind, tmp_path):
+def test_loaded_weights_kept_and_only_norms_trained(kind, tmp_path):
     loaded = write_folder(tmp_path / "model")
     workflow = make_workflow(
         kind,
@@ -121,7 +119,7 @@ def test_loaded_weights_survive_the_build_and_only_norms_learn(kind, tmp_path):
     run_hook(workflow, "update_actor_critic")
 
 
-def test_what_is_wrong_with_a_folder_is_said(tmp_path, monkeypatch):
+def test_invalid_folder_errors(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"no config\.json"):
         PretrainedBackbone(dim=8, length=4, path=tmp_path / "nothing")
     write_folder(tmp_path / "model")

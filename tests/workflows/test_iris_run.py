@@ -1,4 +1,4 @@
-"""IRIS' runs: resumed equals never stopped, epochs are kept, stored episodes train without collecting, the benchmark runs."""
+"""Runs of IRIS: exact resume, weights of epochs, training on stored episodes, benchmark."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ def newest(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["iris_catch", "delta_iris_catch"])
-def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
-    """Codebooks, slow copies and the counts of drawn episodes included."""
+def test_resumed_run_is_exact(name: str, tmp_path: Path, monkeypatch):
+    """Includes codebooks, slow copies and sampling counts of episodes."""
     words = [*QUIET, *SILENT, "training.total_timesteps=120"]
-    rl_lab.train(name, [*words, f"run_dir={tmp_path / 'whole'}"])
+    rl_lab.train(name, [*words, f"run_dir={tmp_path / 'full'}"])
     with stopped_at(monkeypatch, 90):  # in the middle of an epoch
         half = rl_lab.train(name, [*words, f"run_dir={tmp_path / 'half'}"])
     assert half.interrupted
     resume(tmp_path / "half")
-    states = [newest(tmp_path / run) for run in ("whole", "half")]
+    states = [newest(tmp_path / run) for run in ("full", "half")]
     assert_same(*states)
-    assert "episodes:world_model" in str(states[0]["storage"])  # how often each episode was drawn
+    assert "episodes:world_model" in str(states[0]["storage"])  # sampling counts of the episodes
 
 
-# ---------------------------------------------------------------- a run and what it leaves
+# ---------------------------------------------------------------- results of a run
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six epochs with a report, the weights of every second one kept."""
+    """Six epochs with a report; the weights of every second epoch are kept."""
     path = tmp_path_factory.mktemp("stored") / "run"
     words = ["training.evaluate.every_env_steps=null", "training.checkpoint.epoch_weights=2"]
     rl_lab.train("iris_catch", [*QUIET, *words, "training.total_timesteps=120", f"run_dir={path}"])
     return path
 
 
-def test_weights_of_epochs_are_kept(stored: Path):
+def test_epoch_weights_are_kept(stored: Path):
     files = sorted(path.name for path in (stored / "checkpoints").glob("epoch_?.pt"))
     assert files == ["epoch_2.pt", "epoch_4.pt", "epoch_6.pt"]
     kept = [torch.load(stored / "checkpoints" / name, weights_only=True) for name in files]
     assert [state["global_step"] for state in kept] == [40, 80, 120]
     assert all("optimizers" not in state and set(state["components"]) for state in kept)
     last = newest(stored)
-    assert_same(kept[-1]["components"], last["components"])  # the run's last epoch is among them
+    assert_same(kept[-1]["components"], last["components"])  # the last epoch is included
     tokenizers = [state["components"]["tokenizer"] for state in kept]
     assert any(not torch.equal(tokenizers[0][key], tokenizers[-1][key]) for key in tokenizers[0])
     assert rl_lab.load_agent(stored, checkpoint="epoch_4", device="cpu").step == 80
 
 
-def test_an_agent_takes_chosen_parts_of_a_checkpoint(stored: Path):
+def test_agent_loads_selected_parts(stored: Path):
     agent = rl_lab.load_agent(stored, checkpoint="epoch_2", device="cpu")
     parts = {name: getattr(agent.workflow, name) for name in ("tokenizer", "world_model", "actor_critic")}
     before = {name: {k: v.clone() for k, v in part.state_dict().items()} for name, part in parts.items()}
@@ -79,7 +79,7 @@ def test_an_agent_takes_chosen_parts_of_a_checkpoint(stored: Path):
     assert_same(dict(parts["tokenizer"].state_dict()), dict(saved["tokenizer"]))
     with pytest.raises(LabError, match="load_tokenizer"):
         agent.load(path, load_tokeniser=False)
-    with pytest.raises(LabError, match="makes one there"):
+    with pytest.raises(LabError, match=r"use load_agent\(run, device="):
         agent.load(path, "meta")
     with pytest.raises(CheckpointError, match="no checkpoint"):
         agent.load(stored / "checkpoints" / "epoch_9.pt")
@@ -87,12 +87,12 @@ def test_an_agent_takes_chosen_parts_of_a_checkpoint(stored: Path):
 
 def test_reports_are_in_media(stored: Path):
     assert list((stored / "media" / "reconstructions").glob("*reconstruction*.png"))
-    films = list((stored / "media" / "episodes" / "imagination").iterdir())
-    assert films and all(film.stat().st_size > 100 for film in films)
+    videos = list((stored / "media" / "episodes" / "imagination").iterdir())
+    assert videos and all(video.stat().st_size > 100 for video in videos)
 
 
-def test_another_runs_episodes_and_its_frozen_tokenizer(stored: Path, tmp_path: Path):
-    """No environment step: the tokenizer is loaded and stays as it is, the other parts learn from stored episodes."""
+def test_training_with_stored_episodes_and_frozen_tokenizer(stored: Path, tmp_path: Path):
+    """Without environment steps: the loaded tokenizer stays fixed, the other parts train on stored data."""
     words = ["+buffer@buffers.offline=offline_episodes", f"buffers.offline.path={stored}"]
     words += [f"load.path={stored}", "load.components=[tokenizer]"]
     phase = "name: learn, type: offline, buffer: offline, freeze: [tokenizer], duration_cycles: 2"
@@ -107,7 +107,7 @@ def test_another_runs_episodes_and_its_frozen_tokenizer(stored: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", [pytest.param("iris_catch", marks=pytest.mark.learning), "delta_iris_catch"])
-def test_all_parts_learn_from_stored_episodes_alone(name: str, stored: Path, tmp_path: Path):
+def test_all_parts_train_on_stored_episodes(name: str, stored: Path, tmp_path: Path):
     words = [
         "phases=iris_stored",
         "+buffer@buffers.offline=offline_episodes",
@@ -127,7 +127,7 @@ def test_all_parts_learn_from_stored_episodes_alone(name: str, stored: Path, tmp
 
 
 @pytest.mark.learning
-def test_the_benchmark_runs():
+def test_benchmark_runs():
     options = ["--case", "delta_atari", "--tiny", "--updates", "1", "--device", "cpu"]
     rows = {row["name"]: row["value"] for row in run_benchmark("iris", options)["rows"]}
     for part in ("tokenizer", "world_model", "actor_critic"):

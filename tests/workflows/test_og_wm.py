@@ -6,10 +6,10 @@ from og_wm_case import (
     MULTI,
     PHASE,
     changed_parts,
+    image_spec,
     make_batch,
     make_workflow,
     mdn_batch,
-    pictures,
     run_hook,
     vae_batch,
     weights,
@@ -26,7 +26,7 @@ ACTIONS = pytest.mark.parametrize("action", [CAR, DISCRETE, MULTI], ids=lambda a
 # ---------------------------------------------------------------- hooks
 
 
-def test_each_hook_trains_its_part_only():
+def test_hook_trains_only_its_part():
     workflow = make_workflow()
     before = weights(workflow)
     result = run_hook(workflow, "update_vae", vae_batch(workflow))
@@ -43,8 +43,8 @@ def test_each_hook_trains_its_part_only():
 
 
 @pytest.mark.parametrize(("hook", "make"), [("update_vae", vae_batch), ("update_mdn", mdn_batch)])
-def test_updates_are_pure_functions_of_their_inputs(hook, make):
-    """No environment, buffer, logger or clock is there; the same batch and noise give the same step."""
+def test_updates_are_pure(hook, make):
+    """Without environment, buffer or logger, the same batch and noise give the same step."""
     workflows = [make_workflow() for _ in range(2)]
     for workflow in workflows:
         context = workflow.context
@@ -65,20 +65,20 @@ def test_updates_are_pure_functions_of_their_inputs(hook, make):
     assert not torch.equal(other, first.metrics["loss"])
 
 
-def test_encode_is_pure_and_works_in_parts(monkeypatch):
+def test_encode_in_batches_is_pure(monkeypatch):
     workflow = make_workflow()
     batch = make_batch(workflow, 3, 5)
-    whole = workflow.hooks()["encode"].step(batch)
-    monkeypatch.setattr("rl_lab.workflows.og_wm.workflow.ENCODED_AT_ONCE", 4)
+    full = workflow.hooks()["encode"].step(batch)
+    monkeypatch.setattr("rl_lab.workflows.og_wm.workflow.ENCODE_BATCH", 4)
     parts = workflow.hooks()["encode"].step(batch)
     latent = workflow.vae.observe(batch.obs)
     for key in ("mu", "logvar"):
-        assert whole[key].shape == (3, 5, 4) and not whole[key].requires_grad
-        torch.testing.assert_close(whole[key], parts[key])
-        torch.testing.assert_close(whole[key], latent[key])
+        assert full[key].shape == (3, 5, 4) and not full[key].requires_grad
+        torch.testing.assert_close(full[key], parts[key])
+        torch.testing.assert_close(full[key], latent[key])
 
 
-def test_padding_teaches_nothing():
+def test_padding_is_ignored():
     workflow, other = make_workflow(), make_workflow()
     batch = mdn_batch(workflow)
     changed = Batch({key: value.clone() for key, value in batch.columns.items()}, mask=batch.mask)
@@ -89,7 +89,7 @@ def test_padding_teaches_nothing():
     assert changed_parts(weights(workflow), weights(other)) == set()
 
 
-def test_mdn_gradients_are_limited_by_value():
+def test_mdn_gradients_clipped_by_value():
     workflow = make_workflow(algorithm__gradient_limit=1e-3)
     run_hook(workflow, "update_mdn", mdn_batch(workflow))
     limit = torch.tensor(1e-3)
@@ -99,7 +99,7 @@ def test_mdn_gradients_are_limited_by_value():
     assert max(p.grad.abs().max() for p in free.mdn_rnn.parameters()) > limit
 
 
-def test_non_finite_input_masks_the_update():
+def test_non_finite_input_masks_update():
     workflow = make_workflow()
     batch = mdn_batch(workflow)
     batch.columns["reward"][0, 2] = float("inf")
@@ -109,7 +109,7 @@ def test_non_finite_input_masks_the_update():
     assert changed_parts(before, weights(workflow)) == set()
 
 
-def test_m_learns_a_batch_by_heart():
+def test_mdn_overfits_batch():
     workflow = make_workflow(optimizers__mdn_rnn__lr=2e-2)
     batch = mdn_batch(workflow)
     batch.columns["logvar"][:] = -6.0
@@ -123,8 +123,8 @@ def test_m_learns_a_batch_by_heart():
 
 
 @ACTIONS
-def test_act_gives_actions_memory_and_columns(action):
-    workflow = make_workflow(pictures(action))
+def test_act_returns_actions_state_and_columns(action):
+    workflow = make_workflow(image_spec(action))
     workflow.controller.set_vector(torch.randn(workflow.controller.num_parameters))
     obs = make_batch(workflow, 5, 1, padded=False).obs
     obs = {key: value[:, 0] for key, value in obs.items()}
@@ -139,7 +139,7 @@ def test_act_gives_actions_memory_and_columns(action):
         }
 
 
-def test_the_controller_sees_z_and_the_memory_before_it():
+def test_controller_gets_z_and_previous_memory():
     workflow = make_workflow()
     vector = torch.randn(workflow.controller.num_parameters)
     workflow.controller.set_vector(vector)
@@ -153,13 +153,13 @@ def test_the_controller_sees_z_and_the_memory_before_it():
         torch.testing.assert_close(action, expected)
         memory = workflow.mdn_rnn.observe(memory, z, action)
         actions.append(action)
-    # Another's action in the memory's place is what M then believes was done.
+    # M uses the action in the policy state, which somebody else may have written.
     pretended = {**state, "action": torch.ones_like(state["action"])}
-    recalled = workflow.recall(pretended, torch.zeros(2, dtype=torch.bool))
+    recalled = workflow.update_memory(pretended, torch.zeros(2, dtype=torch.bool))
     assert not torch.equal(recalled["h"], memory["h"])
 
 
-def test_acting_forgets_at_a_first_row():
+def test_acting_resets_at_is_first():
     workflow = make_workflow()
     workflow.controller.set_vector(torch.randn(workflow.controller.num_parameters))
     frame = {"image": make_batch(workflow, 2, 1, padded=False).obs["image"][:, 0]}
@@ -171,7 +171,7 @@ def test_acting_forgets_at_a_first_row():
 
 
 @pytest.mark.parametrize(("memory", "features"), [("none", 4), ("h", 12), ("hc", 20)])
-def test_what_the_controller_is_given_can_be_chosen(memory, features):
+def test_memory_setting_selects_features(memory, features):
     workflow = make_workflow(algorithm__memory=memory, controllers__controller__features=features)
     state = workflow.mdn_rnn.reset_state(2)
     assert workflow.features(torch.zeros(2, 4), state).shape == (2, features)
@@ -183,8 +183,8 @@ def test_what_the_controller_is_given_can_be_chosen(memory, features):
 
 
 @ACTIONS
-def test_the_population_acts_as_each_candidate_would(action):
-    workflow = make_workflow(pictures(action))
+def test_population_equals_single_candidates(action):
+    workflow = make_workflow(image_spec(action))
     evolution = workflow.evolution
     candidates = torch.randn(4, workflow.controller.num_parameters)
     frames = make_batch(workflow, 4, 3, padded=False).obs["image"]
@@ -209,7 +209,7 @@ def evolve(workflow, generations: int, phase=PHASE) -> None:
         workflow.evolution.tell(candidates, -(candidates - target).square().sum(1))
 
 
-def test_the_controller_follows_the_centre_of_the_distribution():
+def test_controller_is_distribution_mean():
     workflow = make_workflow()
     evolve(workflow, 30)
     vector = workflow.controller.get_vector()
@@ -218,19 +218,19 @@ def test_the_controller_follows_the_centre_of_the_distribution():
     assert (vector - target).norm() < 0.9 * target.norm()
 
 
-def test_resumed_evolution_goes_on_exactly():
-    whole, half, resumed = make_workflow(), make_workflow(), make_workflow()
-    evolve(whole, 12)
+def test_resumed_evolution_is_exact():
+    full, half, resumed = make_workflow(), make_workflow(), make_workflow()
+    evolve(full, 12)
     evolve(half, 5)
-    half.evolution.ask()  # killed within a generation
+    half.evolution.ask()  # stopped during a generation
     resumed.set_state(half.get_state())
     resumed.controller.load_state_dict(half.controller.state_dict())
     evolve(resumed, 7)
-    assert torch.equal(whole.controller.get_vector(), resumed.controller.get_vector())
-    assert torch.equal(whole.evolution.ask(), resumed.evolution.ask())
+    assert torch.equal(full.controller.get_vector(), resumed.controller.get_vector())
+    assert torch.equal(full.evolution.ask(), resumed.evolution.ask())
 
 
-def test_another_round_starts_around_the_controller():
+def test_next_round_restarts_around_controller():
     workflow = make_workflow()
     evolve(workflow, 10)
     centre, narrowed = workflow.controller.get_vector(), workflow.cma_es.step_size
@@ -240,7 +240,7 @@ def test_another_round_starts_around_the_controller():
     assert (candidates.mean(0) - centre).norm() < 1.0 and workflow.cma_es.step_size != narrowed
 
 
-def test_rows_that_are_not_numbers_are_the_worst():
+def test_nan_fitness_ranks_last():
     workflow = make_workflow()
     workflow.evolution.begin(PHASE)
     candidates = workflow.evolution.ask()
@@ -250,11 +250,11 @@ def test_rows_that_are_not_numbers_are_the_worst():
     assert torch.isfinite(workflow.controller.get_vector()).all()
 
 
-# ---------------------------------------------------------------- dreaming
+# ---------------------------------------------------------------- dreams
 
 
-def test_dreamed_fitness_is_what_dream_steps_bring():
-    """All candidates at once, with common noise, against one dream after the other."""
+def test_dream_fitness_equals_single_dreams():
+    """All candidates at once with common noise equal one dream at a time."""
     workflow = make_workflow()
     evolution = workflow.dream_evolution
     candidates = torch.randn(4, workflow.controller.num_parameters)
@@ -278,7 +278,7 @@ def test_dreamed_fitness_is_what_dream_steps_bring():
     assert steps == total
 
 
-def test_a_phase_sets_the_temperature_and_it_matters():
+def test_phase_sets_temperature():
     workflow = make_workflow()
     workflow.dream_evolution.begin({**PHASE, "set": {"algorithm.temperature": 0.25}})
     assert workflow.temperature == 0.25
@@ -297,8 +297,8 @@ def test_a_phase_sets_the_temperature_and_it_matters():
 
 
 @ACTIONS
-def test_the_contract_of_dreams(action):
-    workflow = make_workflow(pictures(action, channels=3))
+def test_dream_interface(action):
+    workflow = make_workflow(image_spec(action, channels=3))
     assert workflow.can_dream
     batch = make_batch(workflow, 2, 4, padded=False)
     generator = torch.Generator().manual_seed(0)
@@ -317,7 +317,7 @@ def test_the_contract_of_dreams(action):
     assert dream.reward.shape == dream.cont.shape == (2, 6) and dream.obs["image"].shape == (2, 6, 3, 64, 64)
 
 
-def test_a_dream_begins_with_the_memory_of_its_rows():
+def test_dream_start_memory():
     workflow = make_workflow()
     batch = make_batch(workflow, 2, 5, padded=False)
     batch.columns["is_first"][1, 2] = True
@@ -329,7 +329,7 @@ def test_a_dream_begins_with_the_memory_of_its_rows():
         workflow.mdn_rnn.reset_state(2), z[:, :-1], batch.action[:, :-1], batch.is_first[:, :-1]
     )
     torch.testing.assert_close(state, {"z": z[:, -1], **memory})
-    # The columns that `encode` wrote do as well as the images; padding in front is no past.
+    # The columns of `encode` can replace the images; padding at the front does not change the memory.
     batch.columns |= workflow.hooks()["encode"].step(batch)
     coded = Batch({key: value for key, value in batch.columns.items() if not key.startswith("obs/")})
     torch.testing.assert_close(workflow.dream_start(coded, generator=torch.Generator().manual_seed(0)), state)
@@ -341,49 +341,49 @@ def test_a_dream_begins_with_the_memory_of_its_rows():
     torch.testing.assert_close(state["h"][:1], late["h"])
 
 
-def test_without_heads_a_dream_brings_nothing_and_never_ends():
+def test_dream_without_heads():
     workflow = make_workflow(components__mdn_rnn__reward_head=False, components__mdn_rnn__done_head=False)
     state = workflow.dream_start(make_batch(workflow, 2, 2, padded=False), generator=torch.Generator())
     _, dreamed = workflow.dream_step(state, torch.zeros(2, 3))
     assert dreamed.reward.tolist() == dreamed.terminated.tolist() == [0.0, 0.0]
 
 
-def test_report_shows_reconstructions_and_dreams():
-    workflow = make_workflow(pictures(channels=3))
+def test_report():
+    workflow = make_workflow(image_spec(channels=3))
     batch = make_batch(workflow, 3, 8)
     report = workflow.report(batch)
     assert report["reconstruction/image"].shape == (3, 2 * 64, 3 * 64)
-    film = report["dream/image"]
-    assert film.shape == (8, 3, 3 * 64, 5 * 64) and film.dtype == torch.uint8
-    assert film[0, :, 0, 64].tolist() == [0, 255, 0] and film[-1, :, 0, 64].tolist() == [255, 0, 0]
-    assert torch.equal(film[3, :, :64, :64], batch.obs["image"][0, 3])
+    video = report["dream/image"]
+    assert video.shape == (8, 3, 3 * 64, 5 * 64) and video.dtype == torch.uint8
+    assert video[0, :, 0, 64].tolist() == [0, 255, 0] and video[-1, :, 0, 64].tolist() == [255, 0, 0]
+    assert torch.equal(video[3, :, :64, :64], batch.obs["image"][0, 3])
     for name in ("reconstruction_error", "dream_error/0.1", "dream_error/1.3"):
         assert 0 < report[name] < 1
     assert workflow.temperature == workflow.settings.temperature
     again = workflow.report(batch)
-    assert torch.equal(film, again["dream/image"]) and report["dream_error/1.0"] == again["dream_error/1.0"]
+    assert torch.equal(video, again["dream/image"]) and report["dream_error/1.0"] == again["dream_error/1.0"]
     gray = make_workflow()
-    film = gray.report(make_batch(gray, 2, 8))["dream/image"]
-    assert film[0, :, 0, 64].tolist() == [255] and film[-1, :, 0, 64].tolist() == [0]
+    video = gray.report(make_batch(gray, 2, 8))["dream/image"]
+    assert video[0, :, 0, 64].tolist() == [255] and video[-1, :, 0, 64].tolist() == [0]
 
 
 # ---------------------------------------------------------------- configs
 
 
-def test_the_published_networks_are_those_of_the_experiment():
+def test_published_parameter_counts():
     config = compose_config(["experiment=og_wm_carracing"])
-    spec = pictures(CAR, channels=3)
+    spec = image_spec(CAR, channels=3)
     resolve_config(config, spec)
     from rl_lab.build import build_parts
 
     components, controllers = build_parts(config, spec, torch.device("cpu"))
     count = lambda part: sum(p.numel() for p in part.parameters())  # noqa: E731
     assert count(components.vae) == 4_348_547
-    assert count(components.mdn_rnn) == 422_368 + 2 * 257  # and the heads for reward and end
+    assert count(components.mdn_rnn) == 422_368 + 2 * 257  # plus the heads for reward and end
     assert count(controllers["controller"]) == 867
 
 
-def test_helpful_messages():
+def test_config_errors():
     with pytest.raises(ConfigError, match=r"mdn_rnn\.latent=4"):
         make_workflow(components__mdn_rnn__latent=5)
     with pytest.raises(ConfigError, match="Did you mean 'patience'"):

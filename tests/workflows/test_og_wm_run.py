@@ -1,4 +1,4 @@
-"""World Models' stages as whole runs: in order, again from wherever they were stopped, in the dream, and in rounds."""
+"""Complete runs of World Models: all stages, exact resume, evolution in the dream, and rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import rl_lab
 from rl_lab.orchestration import evolution
 from rl_lab.orchestration.orchestrator import Orchestrator
-from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.tools.evaluate import evaluate
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from same_run import assert_same_run
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
-# Pictures that cost nothing; a controller that is given both heads' worth of memory; three short generations.
+# Cheap images, a controller with h and c as memory, three short generations.
 TINY = [
     "experiment=og_wm_cartpole_pixels",
     "debug=tiny",
@@ -52,50 +52,50 @@ def metrics(folder: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "run"
+def full(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("full") / "run"
     train(folder)
     return folder
 
 
-def test_all_stages_run(whole: Path):
-    calls = state(whole)["phase_state"]["hook_calls"]
+def test_all_stages_run(full: Path):
+    calls = state(full)["phase_state"]["hook_calls"]
     assert (calls["update_vae"], calls["update_mdn"], calls["evolve"]) == (3, 3, 3) and calls["encode"] >= 1
-    logged = {key for line in metrics(whole) for key in line}
+    logged = {key for line in metrics(full) for key in line}
     names = "generation best mean spread evaluations_per_second steps_per_second seconds_left step_size"
     assert {f"controller/{name}" for name in names.split()} <= logged
     assert {"train/vae/loss/reconstruction", "train/mdn/loss/latent"} <= logged
-    assert max(line.get("controller/generation", 0) for line in metrics(whole)) == 3
-    strategy = state(whole)["workflow_custom"]["evolution"]["strategy"]
-    assert strategy["fitness"].shape == (3, 4)  # all that is kept of CMA-ES, with its start
+    assert max(line.get("controller/generation", 0) for line in metrics(full)) == 3
+    strategy = state(full)["workflow_custom"]["evolution"]["strategy"]
+    assert strategy["fitness"].shape == (3, 4)  # CMA-ES is restored from its start and the fitness values
 
 
-def test_the_agent_can_be_loaded_and_scored(whole: Path):
-    result = evaluate_run(whole, episodes=2, video=False)
+def test_agent_loads_and_evaluates(full: Path):
+    result = evaluate(full, episodes=2, video=False)
     assert result["episodes"] == 2 and 0 <= result["return_mean"] <= 10
 
 
 @pytest.mark.parametrize("stop_after", ["collect", "update_vae", "encode", "update_mdn", "evolve"])
-def test_stopped_anywhere_it_goes_on_exactly(stop_after: str, whole: Path, tmp_path: Path, monkeypatch):
+def test_resume_is_exact_at_any_stage(stop_after: str, full: Path, tmp_path: Path, monkeypatch):
     with monkeypatch.context() as patch:
-        do = Orchestrator.do
+        do = Orchestrator.run_action
 
         def stop(self, action, phase):
             do(self, action, phase)
             self.interrupted = action == stop_after
 
-        patch.setattr(Orchestrator, "do", stop)
+        patch.setattr(Orchestrator, "run_action", stop)
         assert train(tmp_path / "half").interrupted
     resume(tmp_path / "half", say=lambda line: None)
-    assert_same_run(whole, tmp_path / "half")
+    assert_same_run(full, tmp_path / "half")
 
 
 class Killed(BaseException):
-    """Nothing of ours catches it, and nothing is saved on the way out."""
+    """The package does not catch it, so nothing is saved."""
 
 
 @pytest.mark.parametrize("how", ["killed", "signalled"])
-def test_ended_within_a_generation_it_loses_that_one_only(how: str, whole: Path, tmp_path: Path, monkeypatch):
+def test_interrupted_generation_is_repeated(how: str, full: Path, tmp_path: Path, monkeypatch):
     played = []
     with monkeypatch.context() as patch:
         evaluate = evolution.evaluate_population
@@ -104,7 +104,7 @@ def test_ended_within_a_generation_it_loses_that_one_only(how: str, whole: Path,
             def count(item):
                 played.append(item)
                 on_rollout(item)
-                if len(played) == 6:  # of 4 in each generation
+                if len(played) == 6:  # each generation has 4
                     if how == "killed":
                         raise Killed
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -120,10 +120,10 @@ def test_ended_within_a_generation_it_loses_that_one_only(how: str, whole: Path,
     assert len(played) < 8
     assert state(tmp_path / "half")["phase_state"]["hook_calls"]["evolve"] == 1
     resume(tmp_path / "half", say=lambda line: None)
-    assert_same_run(whole, tmp_path / "half")
+    assert_same_run(full, tmp_path / "half")
 
 
-def test_evolution_inside_the_dream_then_the_score(tmp_path: Path):
+def test_dream_evolution_then_score(tmp_path: Path):
     run = train(tmp_path / "run", "phases=og_wm_dream", "algorithm.stages.score_steps=30")
     calls = state(run.path)["phase_state"]["hook_calls"]
     assert calls["evolve_in_dream"] == 3 and "evolve" not in calls
@@ -132,14 +132,14 @@ def test_evolution_inside_the_dream_then_the_score(tmp_path: Path):
     assert told["stage"] == "evolve_in_dream/0" and told["strategy"]["fitness"].shape == (3, 4)
 
 
-def test_rounds_by_a_group_of_phases_alone(tmp_path: Path):
+def test_rounds_as_phase_group(tmp_path: Path):
     run = train(tmp_path / "run", "phases=og_wm_iterative", "algorithm.stages.generations=1")
     calls = state(run.path)["phase_state"]["hook_calls"]
     assert (calls["update_vae"], calls["evolve"]) == (9, 3)
     assert state(run.path)["workflow_custom"]["evolution"]["stage"] == "evolve/2"
 
 
-def test_the_controller_alone_on_weights_of_another_run(tmp_path: Path):
+def test_evolve_with_loaded_networks(tmp_path: Path):
     networks = train(tmp_path / "networks", "phases=og_wm_networks")
     weights = networks.path / "checkpoints" / "last.pt"
     run = train(

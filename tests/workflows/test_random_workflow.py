@@ -9,7 +9,7 @@ from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
 from rl_lab.workflows.controllers import ControllerManager
 
 
-def test_acts_at_random_and_has_no_hooks():
+def test_random_actions_and_no_hooks():
     spec = vector_spec(CONTINUOUS)
     policy = instantiate("policy", OmegaConf.load(CONFIG_FOLDER / "controller/random_policy.yaml"), spec=spec)
     workflow = instantiate("workflow", OmegaConf.load(CONFIG_FOLDER / "workflow/random.yaml"))

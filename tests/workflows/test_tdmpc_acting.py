@@ -1,4 +1,4 @@
-"""Acting by planning, dreaming, and several tasks."""
+"""TD-MPC: acting by planning, imagination, and several tasks."""
 
 import pytest
 import torch
@@ -43,9 +43,9 @@ def without_returns(self, name, value):
 
 
 @pytest.mark.parametrize("spec, changes", [(None, {}), (task_spec(), SEVERAL)], ids=["one task", "several"])
-def test_quick_returns_give_the_plain_plan(spec, changes, monkeypatch):
+def test_rollout_value_keeps_plan(spec, changes, monkeypatch):
     workflow = make_tdmpc(spec, **changes)
-    for _ in range(3):  # heads that start at zero see no difference
+    for _ in range(3):  # heads that start at zero would hide differences
         run_hook(workflow, "update")
     obs, first = observation(workflow, 3), torch.zeros(3, dtype=torch.bool)
     plans = []
@@ -59,8 +59,8 @@ def test_quick_returns_give_the_plain_plan(spec, changes, monkeypatch):
 @pytest.mark.parametrize("spec, changes", [(None, {}), (task_spec(), SEVERAL)], ids=["one task", "several"])
 @pytest.mark.parametrize("horizon", [1, 3])
 @pytest.mark.parametrize("quick", [False, True])
-def test_quick_returns_are_the_plain_values_of_trajectories(spec, changes, horizon, quick):
-    """Twice with the same model: a second round finds what the first has left in the table."""
+def test_rollout_value_equals_trajectory_values(spec, changes, horizon, quick):
+    """Two calls of the same model: the second one reuses the inputs buffer of the first."""
     workflow = make_tdmpc(spec, **changes)
     n, samples, size = 3, 5, workflow.spec.action.size
     obs = observation(workflow, n)
@@ -88,8 +88,8 @@ def test_quick_returns_are_the_plain_values_of_trajectories(spec, changes, horiz
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plans_in_bfloat16_stay_near_those_in_float32(kind):
-    """Their weights have zeros beside them, in every kind of network."""
+def test_bfloat16_plan_close_to_float32(kind):
+    """The weights are padded with zeros, in every kind of network."""
     plans = []
     for precision in ("float32", "bfloat16"):
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_plans_in_bfloat16_stay_near_those_in_float32(kind):
         obs = observation(workflow, 3)
         plans.append(workflow.act(obs, workflow.initial_policy_state(3), first, mode)[1]["plan"])
     assert plans[0].shape == plans[1].shape
-    # An elite may be another one; what is wrong altogether is far away.
+    # The elites may differ, but a wrong plan would be much further away.
     assert (plans[0] - plans[1]).abs().mean() < 0.3
 
 
@@ -118,7 +118,7 @@ def test_random_and_mixed_actions():
     assert action.shape == (200, 2) and not torch.equal(after["plan"], state["plan"])
 
 
-def test_a_plan_is_remembered_until_the_episode_ends():
+def test_plan_memory_resets_at_is_first():
     workflow = make_tdmpc()
     obs = observation(workflow, 2)
     fresh = workflow.initial_policy_state(2)
@@ -132,7 +132,7 @@ def test_a_plan_is_remembered_until_the_episode_ends():
 
 
 def test_evaluation_adds_no_noise():
-    """Without exploration the executed action is the first of a sampled elite: inside the samples."""
+    """Without exploration the executed action is the first action of a sampled elite."""
     workflow = make_tdmpc(algorithm__plan__min_std=1.0)
     obs, state, first = (
         observation(workflow, 4),
@@ -146,7 +146,7 @@ def test_evaluation_adds_no_noise():
     assert not torch.equal(quiet, loud)
 
 
-def test_bfloat16_plans_stay_close():
+def test_bfloat16_plans_close_after_updates():
     exact, coarse = make_tdmpc(), make_tdmpc(training__precision="bfloat16")
     assert coarse.planning_parts.dtype == torch.bfloat16
     obs, first = observation(exact, 4), torch.ones(4, dtype=torch.bool)
@@ -156,14 +156,14 @@ def test_bfloat16_plans_stay_close():
         for w in (exact, coarse)
     ]
     assert torch.isfinite(plans[1]).all()
-    assert (plans[0] - plans[1]).abs().mean() < 0.2  # near ties may choose other elites
+    assert (plans[0] - plans[1]).abs().mean() < 0.2  # near ties may select other elites
     run_hook(coarse, "update")
     old = coarse.planning_parts.parts["dynamics"].mlp.layers[0].bias.clone()
     coarse.act_step(obs, coarse.initial_policy_state(4), first, noise, {"explore": torch.tensor(0.0)})
     assert not torch.equal(old, coarse.planning_parts.parts["dynamics"].mlp.layers[0].bias)
 
 
-def test_bfloat16_updates_stay_close():
+def test_bfloat16_update_close_to_float32():
     plain = run_hook(make_tdmpc(), "update").metrics
     half = run_hook(make_tdmpc(training__precision="bfloat16"), "update").metrics
     for name in ("loss/reward", "loss/value", "loss/consistency"):
@@ -171,7 +171,7 @@ def test_bfloat16_updates_stay_close():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dreams(kind):
+def test_dream_interface(kind):
     workflow = KINDS[kind]()
     batch = make_batch(workflow, size=3)
     assert workflow.can_dream
@@ -199,9 +199,9 @@ def test_report():
 # ---------------------------------------------------------------- several tasks
 
 
-def test_parts_of_an_action_that_a_task_lacks_are_never_used():
+def test_masked_action_dimensions_stay_zero():
     workflow = make_tdmpc(task_spec(), **SEVERAL)
-    obs = observation(workflow, 3)  # the second task has one part only
+    obs = observation(workflow, 3)  # the second task has one action dimension
     mode = ActMode(generator=torch.Generator().manual_seed(0))
     first = torch.ones(3, dtype=torch.bool)
     action, state, _ = workflow.act(obs, workflow.initial_policy_state(3), first, mode)
@@ -209,7 +209,7 @@ def test_parts_of_an_action_that_a_task_lacks_are_never_used():
     assert (state["plan"][1, :, 1] == 0).all()
 
 
-def test_every_task_has_its_own_discount_and_embedding():
+def test_discount_and_embedding_per_task():
     workflow = make_tdmpc(task_spec(), **SEVERAL, algorithm__episode_length=[500, 100, 1000])
     task = workflow._task(observation(workflow, 3))
     assert torch.allclose(task.discount, torch.tensor([0.99, 0.95, 0.995]))

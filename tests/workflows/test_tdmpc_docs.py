@@ -1,4 +1,4 @@
-"""What docs/algorithms/tdmpc.md says is true, and the benchmark runs on a CPU."""
+"""docs/algorithms/tdmpc.md matches the configs and metrics, and the benchmark runs on a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def same(stated: str, value: object) -> bool:
 
 
 @pytest.mark.parametrize(("column", "experiment"), [(0, "tdmpc2_dmc_state"), (1, "tdmpc_dmc")])
-def test_numbers_are_those_of_the_configs(column: int, experiment: str):
+def test_documented_values_match_configs(column: int, experiment: str):
     rows = re.findall(r"^\|[^|]+\| `([\w.]+)` \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.M)
     assert len(rows) > 25
     config = composed(experiment)
@@ -36,16 +36,16 @@ def test_numbers_are_those_of_the_configs(column: int, experiment: str):
         assert same(stated[column].strip(), value), f"{key} is {value} in {experiment}, not {stated[column]}"
 
 
-def test_sizes_are_those_of_the_configs():
+def test_documented_sizes_match_configs():
     for size in ("1m", "5m", "19m", "48m", "317m"):
         stated = OmegaConf.load(CONFIG_FOLDER / f"tdmpc_size/{size}.yaml")
-        numbers = [stated[key] for key in ("encoder_units", "units", "latent", "encoder_layers", "members")]
+        sizes = [stated[key] for key in ("encoder_units", "units", "latent", "encoder_layers", "members")]
         row = re.search(rf"^\| `{size}`[^|]*\|(.+)\|$", PAGE.read_text(), re.M)
         assert row is not None
-        assert [int(cell) for cell in row[1].split("|")[:5]] == numbers
+        assert [int(cell) for cell in row[1].split("|")[:5]] == sizes
 
 
-def test_metrics_are_logged(tmp_path: Path):
+def test_documented_metrics_are_logged(tmp_path: Path):
     words = ["debug=tiny", "environment=dummy_continuous", "training.total_timesteps=60"]
     words += ["training.evaluate.every_env_steps=40", "training.report.every_env_steps=20"]
     words += ["logging.progress=off", "logging.tensorboard=false", f"run_dir={tmp_path / 'run'}"]

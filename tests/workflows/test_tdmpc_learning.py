@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rl_lab
-from rl_lab.tools.evaluate import evaluate_run
+from rl_lab.tools.evaluate import evaluate
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false", "environment.workers=0"]
 SMALL = ["algorithm.batch_size=32", "algorithm.learning_rate=3e-3", "algorithm.discount=0.5"]
@@ -15,7 +15,7 @@ SMALL += ["algorithm.plan.samples=48", "algorithm.plan.iterations=3", "algorithm
 SMALL += ["algorithm.seed_steps=200", "algorithm.pretrain_updates=150", "algorithm.updates_per_env_step=0.5"]
 
 
-def test_learns_which_point_the_cue_asks_for(tmp_path: Path):
+def test_learns_continuous_cue(tmp_path: Path):
     """dummy/continuous: random actions get 1.4, the best 10."""
     words = ["environment=dummy_continuous", *SMALL, *QUIET, "training.total_timesteps=500"]
     words += ["training.evaluate.every_env_steps=500", f"run_dir={tmp_path / 'run'}"]
@@ -24,7 +24,7 @@ def test_learns_which_point_the_cue_asks_for(tmp_path: Path):
 
 
 @pytest.mark.learning
-def test_learns_which_choice_the_cue_asks_for(tmp_path: Path):
+def test_learns_discrete_cue(tmp_path: Path):
     """dummy/discrete, by planning over categoricals: random actions get 1.3, the best 10."""
     words = ["environment=dummy_discrete", *SMALL, *QUIET, "training.total_timesteps=500"]
     words += ["training.evaluate.every_env_steps=500", f"run_dir={tmp_path / 'run'}"]
@@ -33,16 +33,16 @@ def test_learns_which_choice_the_cue_asks_for(tmp_path: Path):
 
 
 @pytest.mark.learning
-def test_swings_up_a_pendulum(tmp_path: Path):
+def test_swings_up_pendulum(tmp_path: Path):
     """Random actions get about -1,200, a good controller -150."""
     run = rl_lab.train("tdmpc2_pendulum", [*QUIET, f"run_dir={tmp_path / 'run'}"])
-    result = evaluate_run(run.path, checkpoint="best", episodes=20, seed=1)
+    result = evaluate(run.path, checkpoint="best", episodes=20, seed=1)
     assert result["return_mean"] > -250
 
 
 @pytest.mark.learning
-def test_balances_a_pole_with_the_discrete_planner(tmp_path: Path):
+def test_balances_pole_with_discrete_planner(tmp_path: Path):
     """Random actions get about 20, the best 500."""
     run = rl_lab.train("tdmpc2_cartpole", [*QUIET, f"run_dir={tmp_path / 'run'}"])
-    result = evaluate_run(run.path, checkpoint="best", episodes=20, seed=1)
+    result = evaluate(run.path, checkpoint="best", episodes=20, seed=1)
     assert result["return_mean"] > 300

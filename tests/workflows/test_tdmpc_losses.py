@@ -1,4 +1,4 @@
-"""TD-MPC's arithmetic, worked by hand."""
+"""Losses and settings of TD-MPC against values computed by hand."""
 
 import pytest
 import torch
@@ -9,10 +9,10 @@ from rl_lab.workflows.tdmpc.settings import PlanSchedule, TDMPCSettings, discoun
 
 
 def test_td_target_by_hand():
-    """An end stops what is to come; running out of time is no end (it is not even an argument)."""
+    """Termination stops bootstrapping; truncation does not (it is not an argument)."""
     reward = torch.tensor([[1.0, 2.0]])
     terminated = torch.tensor([[False, True]])
-    value = torch.tensor([[10.0, float("inf")]])  # what is never reached may be anything
+    value = torch.tensor([[10.0, float("inf")]])  # the value after termination is unused
     assert td_target(reward, terminated, value, 0.9).tolist() == [[10.0, 2.0]]
     by_task = td_target(reward, terminated, value, torch.tensor([0.5, 0.9]))
     assert by_task.tolist() == [[6.0, 2.0]]
@@ -27,7 +27,7 @@ def test_discount_heuristic(length, discount):
     assert discount_for(length, low=0.95, high=0.995) == pytest.approx(discount)
 
 
-def test_losses_over_time_by_hand():
+def test_over_time_by_hand():
     """Two steps, ρ = ½: Σ ρᵗ ℓ_t / H = (1 · 4 + ½ · 2) / 2."""
     loss = torch.tensor([[4.0], [2.0]])
     weights = torch.tensor([1.0, 0.5]) / 2
@@ -52,7 +52,7 @@ def test_policy_loss_by_hand():
     assert loss.item() == pytest.approx(-((2.0 + 1.0) * 1.0 + 4.0 * 0.5) / 2)
 
 
-def test_schedule_runs_in_straight_lines():
+def test_schedule_is_linear():
     """TD-MPC: deviation 0.5 → 0.05 and horizon 1 → 5 over 25,000 decisions."""
     schedule = PlanSchedule(25_000, (0.5, 0.05), (1, 5))
     assert schedule.at(0) == {"min_std": 0.5, "horizon": 1.0}
@@ -69,7 +69,7 @@ def settings(**changes):
     )
 
 
-def test_discounts_of_several_tasks():
+def test_discounts_per_task():
     assert settings().discounts(1) == [pytest.approx(0.99)]
     assert settings(discount=0.9).discounts(2) == [0.9, 0.9]
     assert settings(episode_length=[500, 100]).discounts(2) == [pytest.approx(0.99), 0.95]
@@ -77,14 +77,14 @@ def test_discounts_of_several_tasks():
         settings(episode_length=[500, 100]).discounts(3)
 
 
-def test_settings_name_what_is_wrong():
+def test_settings_errors():
     algorithm = dict(__import__("tdmpc_case").tdmpc_config().algorithm)
     del algorithm["rho"]
     with pytest.raises(ConfigError, match=r"algorithm\.rho.*algorithm: tdmpc2"):
         TDMPCSettings.from_config(algorithm)
     with pytest.raises(ConfigError, match="Did you mean 'reward'"):
         settings(loss_scales={"rewards": 1.0})
-    with pytest.raises(ConfigError, match="lacks"):
+    with pytest.raises(ConfigError, match="has no value for"):
         settings(loss_scales={"reward": 1.0})
     with pytest.raises(ConfigError, match="min_std"):
         settings(plan_schedule={"std": [1, 2]})

@@ -1,4 +1,4 @@
-"""Stopped and resumed equals never stopped, bit for bit: plans, priorities, slow copies and schedules included."""
+"""A resumed run equals an uninterrupted one bit for bit: plans, priorities, slow copies and schedules."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_half_and_half_equals_the_whole(name: str, tmp_path: Path, monkeypatch):
+def test_resumed_run_is_exact(name: str, tmp_path: Path, monkeypatch):
     words = RUNS[name] + QUIET
-    rl_lab.train(None, [*words, f"run_dir={tmp_path / 'whole'}"])
+    rl_lab.train(None, [*words, f"run_dir={tmp_path / 'full'}"])
     with stopped_at(monkeypatch):
         half = rl_lab.train(None, [*words, f"run_dir={tmp_path / 'half'}"])
     assert half.interrupted
     resume(tmp_path / "half")
-    assert_same_run(tmp_path / "whole", tmp_path / "half")
+    assert_same_run(tmp_path / "full", tmp_path / "half")
 
 
-def test_several_tasks_from_stored_data(tmp_path: Path):
-    """What one run of several tasks has stored trains another, offline."""
+def test_multitask_offline_training(tmp_path: Path):
+    """A multi-task run trains offline on the stored data of another."""
     words = [*RUNS["several_tasks"], *QUIET]
     stored = rl_lab.train(None, [*words, f"run_dir={tmp_path / 'stored'}"])
     phases = "training.phases=[{name: learn, type: offline, duration_updates: 4, workflow_hooks: [update]}]"

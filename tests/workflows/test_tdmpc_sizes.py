@@ -49,7 +49,7 @@ def millions(parts):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_sizes_are_the_published_ones(size):
+def test_published_sizes(size):
     units, mlp, latent, layers, members, _, _ = SIZES[size]
     stated = OmegaConf.load(CONFIG_FOLDER / f"tdmpc_size/{size}.yaml")
     assert (stated.encoder_units, stated.units, stated.latent, stated.encoder_layers, stated.members) == (
@@ -69,7 +69,7 @@ def test_parameter_counts(size):
     assert millions(build(size, EIGHTY)) == pytest.approx(eighty, rel=0.005)
 
 
-def test_the_default_to_the_last_parameter():
+def test_default_parameter_count():
     """5m on walker, layer by layer: a dense layer with LayerNorm has in·out + 3·out parameters."""
 
     def normed(inputs, outputs):
@@ -94,7 +94,7 @@ def shapes(mlp):
     ]
 
 
-def test_layer_shapes_of_the_largest():
+def test_largest_layer_shapes():
     parts = build("317m", WALKER)
     assert shapes(parts["encoder"].mlp) == [
         [(4096, 24)],

@@ -24,11 +24,11 @@ MODEL = {"encoder", "dynamics", "reward_head", "critic"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_trains_every_part(kind):
+def test_update_trains_every_part(kind):
     workflow = KINDS[kind]()
     before = weights(workflow)
     result = run_hook(workflow, "update")
-    # Behind output layers that start at zero nothing moves in the first update of the model.
+    # Layers before zero-initialized output layers do not change in the first update of the model.
     run_hook(workflow, "update", seed=1)
     assert changed_parts(before, weights(workflow)) == set(parts_of(workflow))
     for name, value in result.metrics.items():
@@ -62,8 +62,8 @@ def test_step_is_a_pure_function_of_its_inputs():
     assert not torch.equal(other["controller/loss"], results[0]["controller/loss"])
 
 
-def test_hooks_run_without_the_world_around_them(monkeypatch):
-    """No environment, buffer or logger, and no generator of torch's own."""
+def test_hooks_need_no_environment_or_buffer(monkeypatch):
+    """Hooks use no environment, buffer or logger, and not the global generator."""
     workflow = make_tdmpc()
     batch, noise = make_batch(workflow), hook_noise(workflow, "update")
 
@@ -82,8 +82,8 @@ def test_hooks_run_without_the_world_around_them(monkeypatch):
     assert workflow._bound().buffers == {} and workflow.collector is None
 
 
-def test_nothing_in_a_hook_or_a_plan_is_read_by_the_host():
-    """On the meta device there are no numbers: whoever reads one fails."""
+def test_hooks_and_plan_do_not_sync():
+    """The meta device has no values: reading one on the host fails."""
     workflow = make_tdmpc()
     parts = [*parts_of(workflow).values(), workflow.scale, workflow.guard, workflow.policy_guard]
     for module in (*parts, workflow.action_encoder):
@@ -117,10 +117,10 @@ def test_step_does_not_write_into_its_batch():
         assert torch.equal(batch[key], value)
 
 
-def test_losses_are_what_the_equations_say():
-    """The fused form against a plain one: one sequence at a time, one step at a time, one member at a time."""
+def test_losses_match_equations():
+    """Against a plain version: one sequence, one step and one ensemble member at a time."""
     workflow = make_tdmpc(controllers__critic__dropout=0.0)
-    for step in range(3):  # away from the zeros of the start
+    for step in range(3):  # away from the zero initialization
         run_hook(workflow, "update", make_batch(workflow, seed=step), seed=step)
     batch, noise = make_batch(workflow, seed=9), hook_noise(workflow, "update")
     losses, latents, error, _ = workflow._model_losses(batch, noise)
@@ -154,8 +154,8 @@ def test_losses_are_what_the_equations_say():
         assert torch.allclose(error[b], absolute, atol=1e-4)
 
 
-def test_targets_come_from_observations_not_from_the_rollout():
-    """The model cannot make its own target easier: no gradient through the following latents."""
+def test_targets_use_observations():
+    """No gradient flows through the target latents."""
     workflow = make_tdmpc()
     run_hook(workflow, "update")
     batch = make_batch(workflow)
@@ -171,7 +171,7 @@ def test_targets_come_from_observations_not_from_the_rollout():
     assert gradient[:, 0].abs().sum() > 0 and gradient[:, 1:].abs().sum() == 0
 
 
-def test_the_policy_step_leaves_no_gradient_in_the_critic():
+def test_policy_step_gives_critic_no_gradient():
     workflow = make_tdmpc()
     run_hook(workflow, "update_world_model")
     for parameter in workflow.critic.parameters():
@@ -188,7 +188,7 @@ def test_slow_critic_follows():
 
 
 @pytest.mark.parametrize("hook", ["update", "update_world_model"])
-def test_non_finite_input_masks_the_update(hook):
+def test_non_finite_input_masks_update(hook):
     workflow = make_tdmpc()
     run_hook(workflow, hook)
     before = weights(workflow)
@@ -197,7 +197,7 @@ def test_non_finite_input_masks_the_update(hook):
     result = run_hook(workflow, hook, batch)
     assert result.metrics["nonfinite"].item() == 1.0
     after = weights(workflow)
-    assert changed_parts(before, after) <= {"critic"}  # whose slow copy moves on towards finite weights
+    assert changed_parts(before, after) <= {"critic"}  # whose slow copy still moves
     for key, value in after["critic"].items():
         assert torch.isfinite(value).all()
         assert key.startswith("slow") or torch.equal(value, before["critic"][key])
@@ -205,7 +205,7 @@ def test_non_finite_input_masks_the_update(hook):
     assert torch.isfinite(run_hook(workflow, hook).metrics["loss"])
 
 
-def test_encoder_learns_more_slowly_and_phases_scale_all():
+def test_learning_rates():
     workflow = make_tdmpc()
     scalars = workflow.hooks()["update"].scalars
     assert scalars({}, {}) == {"entropy": pytest.approx(1e-4), "learning_rate_scale": 1.0}
@@ -216,7 +216,7 @@ def test_encoder_learns_more_slowly_and_phases_scale_all():
     assert workflow.policy_optimizer.param_groups[0]["eps"] == 1e-5
 
 
-def test_learns_a_batch_by_heart():
+def test_overfits_batch():
     workflow = make_tdmpc(algorithm__learning_rate=3e-3, algorithm__batch_size=8)
     batch = make_batch(workflow)
     first = run_hook(workflow, "update", batch).metrics
@@ -226,10 +226,10 @@ def test_learns_a_batch_by_heart():
     assert last["loss/consistency"] < 0.5 * first["loss/consistency"]
 
 
-# ---------------------------------------------------------------- the first version
+# ---------------------------------------------------------------- TD-MPC (2022)
 
 
-def test_first_version_differs_where_it_should():
+def test_tdmpc1_settings():
     workflow = first_version()
     assert type(workflow.dynamics).__name__ == "DeterministicMLP"
     assert workflow.critic.members == 3 and workflow.critic.reduce == "min" and workflow.critic.dropout == 0.0
@@ -239,7 +239,7 @@ def test_first_version_differs_where_it_should():
     assert workflow.hooks()["update"].batch.length == 6
 
 
-def test_first_version_weighs_and_reports_priorities():
+def test_tdmpc1_priorities():
     workflow = first_version()
     run_hook(workflow, "update")
     batch = make_batch(workflow)
@@ -257,7 +257,7 @@ def test_first_version_weighs_and_reports_priorities():
     assert weighted < plain and set(loss) == {"consistency", "reward", "value"}
 
 
-def test_first_version_predicts_the_slow_encoders_latents():
+def test_tdmpc1_target_encoder():
     workflow = first_version()
     batch, noise = make_batch(workflow), hook_noise(workflow, "update")
     before = workflow._model_losses(batch, noise)[0]["consistency"]
@@ -266,7 +266,7 @@ def test_first_version_predicts_the_slow_encoders_latents():
     assert not torch.equal(workflow._model_losses(batch, noise)[0]["consistency"], before)
 
 
-def test_first_version_looks_further_as_it_learns():
+def test_tdmpc1_plan_schedule():
     workflow = first_version()
     assert workflow.act_scalars(ActMode()) == {"explore": 1.0, "min_std": 0.5, "horizon": 1.0}
     workflow.hooks()["update"].scalars({}, {"env_steps": 25_000})
@@ -276,17 +276,17 @@ def test_first_version_looks_further_as_it_learns():
     assert other.act_scalars(ActMode())["horizon"] == 5.0
 
 
-# ---------------------------------------------------------------- remembering, messages
+# ---------------------------------------------------------------- state and errors
 
 
-def test_resumed_training_goes_on_exactly():
+def test_resumed_training_is_exact():
     def train(workflow, steps, start=0):
         for step in range(start, start + steps):
             run_hook(workflow, "update", make_batch(workflow, seed=step), seed=step)
 
     for make in (make_tdmpc, first_version):
-        whole, half, resumed = make(), make(), make()
-        train(whole, 4)
+        full, half, resumed = make(), make(), make()
+        train(full, 4)
         train(half, 2)
         for name, part in parts_of(resumed).items():
             part.load_state_dict(parts_of(half)[name].state_dict())
@@ -297,11 +297,11 @@ def test_resumed_training_goes_on_exactly():
             mine.load_state_dict(theirs.state_dict())
         resumed.set_state(half.get_state())
         train(resumed, 2, start=2)
-        assert changed_parts(weights(whole), weights(resumed)) == set()
-        assert torch.equal(whole.scale.value, resumed.scale.value)
+        assert changed_parts(weights(full), weights(resumed)) == set()
+        assert torch.equal(full.scale.value, resumed.scale.value)
 
 
-def test_helpful_messages():
+def test_config_errors():
     with pytest.raises(ConfigError, match=r"components\.termination_head"):
         make_tdmpc(algorithm__episodic=True)
     with pytest.raises(ConfigError, match=r"components\.task_embedding"):
@@ -310,7 +310,7 @@ def test_helpful_messages():
         make_tdmpc(training__precision="float16")
 
 
-def test_of_few_choices_the_policy_sees_the_exact_mean():
+def test_discrete_policy_uses_expected_value():
     workflow = KINDS["discrete"]()
     with torch.no_grad():
         for part in (workflow.policy, workflow.critic.online):
@@ -326,16 +326,18 @@ def test_of_few_choices_the_policy_sees_the_exact_mean():
     assert torch.allclose(entropy, torch.distributions.Categorical(probabilities).entropy(), atol=1e-5)
     bias = workflow.policy.mlp.layers[-1].bias
     (found,) = torch.autograd.grad(value[0, 0], bias)
-    softmax = (probabilities - 0.01 / 3) / 0.99  # of the logits: probabilities are mixed with uniform ones
+    softmax = (
+        probabilities - 0.01 / 3
+    ) / 0.99  # of the logits: probabilities are mixed with a uniform distribution
     mean = (softmax[0, 0] * values[0, 0]).sum()
     assert torch.allclose(found, 0.99 * softmax[0, 0] * (values[0, 0] - mean), atol=1e-5)
 
 
-def test_kinds_of_actions_are_covered():
+def test_all_action_kinds_are_covered():
     assert {CONTINUOUS.kind, DISCRETE.kind, MULTI.kind} == {"continuous", "discrete", "multi_discrete"}
 
 
-def test_a_slow_encoder_follows_weights_that_were_loaded():
+def test_target_encoder_follows_loaded_weights():
     workflow = make_tdmpc(experiment="tdmpc_dmc")
     for parameter in workflow.encoder.parameters():
         parameter.data += 1.0

@@ -1,4 +1,4 @@
-"""Episodes on disk, for more data than memory holds."""
+"""Episodes on disk, for data that does not fit into memory."""
 
 from rl_lab.buffers.episodes.buffer import EpisodeBuffer, StoredEpisodes
 

@@ -1,10 +1,11 @@
-"""Episodes on disk, for more data than memory holds; sampled like replay.
+"""EpisodeBuffer: replay of complete episodes on disk. StoredEpisodes: the same for data of another run.
 
-Rows of an episode that is going on are in memory; when it ends it is written to disk, whole, and read from there. Memory
-holds the blocks of rows that were used last, up to `cache_bytes`, and a few dozen bytes for each episode. Rows are known by
-stream and position, as in replay, so a sequence may also cross from one episode to the next of the same environment.
+An open episode (one that has not ended) is in memory; when it ends it is written to disk and read from there.
+Memory holds the most recently used blocks of rows, up to `cache_bytes`, and a few dozen bytes per episode. A
+row is identified by stream and position as in ReplayBuffer, so a sequence may cross into the next episode of
+the same environment.
 
-A closed episode never changes. Columns that may be written back (latents) are kept in memory beside it.
+A closed episode never changes. Columns that were written back (latents) are kept in memory.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.batches import MOST_WAITING, LateWrites, allocate, copy_batch
-from rl_lab.buffers.chunk_files import Lost, find_damaged
+from rl_lab.buffers.batches import MAX_PENDING, DeferredWrites, allocate, copy_batch
+from rl_lab.buffers.chunk_files import LostFile, find_damaged
 from rl_lab.buffers.episodes import checkpoint as episode_checkpoint
 from rl_lab.buffers.episodes.checkpoint import KIND, fingerprint
 from rl_lab.buffers.episodes.reader import BlockCache, EpisodeReader, WrittenBlocks
@@ -38,7 +39,7 @@ from rl_lab.buffers.row_layout import FORMAT, LAYOUT, RowLayout, check_row, read
 from rl_lab.buffers.samplers import restore_samplers, sampler_key, samplers_state
 from rl_lab.errors import CheckpointError, ConfigError, LabError, closest
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex, Spec
-from rl_lab.utils.checkpoint.loading import say
+from rl_lab.utils.checkpoint.loading import emit_warning
 from rl_lab.utils.checkpoint.saveable import load_data
 from rl_lab.utils.files import free_bytes, write_atomic
 
@@ -49,30 +50,31 @@ SAMPLERS: dict[str, SamplerFactory] = {
     "episodes": EpisodeCountSampler,
     "ends": EndsSampler,
 }
-CHANGELESS = (
-    "rows on disk never change; a hook of kind transform needs buffer=world_model_sequence or buffer=disk"
+ROWS_ARE_READ_ONLY = (
+    "buffer=episodes cannot change rows on disk; for a hook of kind transform use buffer=world_model_sequence or "
+    "buffer=disk"
 )
 
 
 class EpisodeBuffer:
-    """Whole episodes in files, the oldest deleted first.
+    """Complete episodes in files; the oldest are deleted first.
 
     columns:          name -> shape and dtype of one row's array
-    spec:             of the environment: rows of one with other actions are then not mixed in
-    folder:           where the episodes are kept, and found again; None: a folder of the run (`home`, given by the build)
-    capacity:         rows of finished episodes in all environments together; None: no limit
-    max_bytes:        of the files; None: no limit
-    open_episodes:    whether sequences are also drawn from episodes that are still going on
+    spec:             of the environment; with it a folder with episodes of other actions is refused
+    folder:           folder of the episodes, reused by later runs; None: a folder of the run (`home`)
+    capacity:         rows of finished episodes of all environments together; None: no limit
+    max_bytes:        total size of the files; None: no limit
+    open_episodes:    whether sequences are also drawn from episodes that have not ended
     compression:      "auto" (zstd if installed, else zlib), "zstd", "zlib", "none"
     cache_bytes:      memory for blocks of rows that were read
-    written_bytes:    memory for mutable columns that were written back; beyond it the oldest are forgotten
-    readers:          threads that read and unpack; 0: none beside this one
-    max_episode_rows: a longer episode is stored in parts; None: what makes 64 MB, 100,000 at most
-    chunk_bytes:      of one file
-    block_rows:       rows that are packed together; None: what makes 16 kilobytes, and 16 rows at least
-    verify:           check every byte of every file when opening, not only of the file written last
+    written_bytes:    memory for columns that were written back; if it is full, the oldest are discarded
+    readers:          additional threads that read and decompress
+    max_episode_rows: a longer episode is stored in parts; None: about 64 MB, at most 100,000 rows
+    chunk_bytes:      size of one file
+    block_rows:       rows that are compressed together; None: about 16 kB, at least 16 rows
+    verify:           check every byte of every file when opening, not only of the last file
     mutable:          columns that `write_back` may change
-    samplers:         more samplers for BatchSpec.sampler to name, or others under the usual names
+    samplers:         samplers that BatchSpec.sampler may name in addition to `SAMPLERS`, or instead of them
     """
 
     read_only = False
@@ -104,11 +106,11 @@ class EpisodeBuffer:
         on_warning: Callable[[str], None] | None = None,
     ) -> None:
         if folder is None and home is None:
-            raise ConfigError("a buffer of episodes needs a folder: set buffers.<name>.folder")
-        self._check_numbers(capacity, max_bytes, num_streams, cache_bytes, written_bytes, readers)
+            raise ConfigError("buffers.<name>.folder is missing: set the folder of the episodes")
+        self._check_limits(capacity, max_bytes, num_streams, cache_bytes, written_bytes, readers)
         for name in mutable:
             if name not in columns:
-                raise ConfigError(f"mutable column '{name}' is not a column.{closest(name, columns)}")
+                raise ConfigError(f"mutable: '{name}' is not a column.{closest(name, columns)}")
         self.device = torch.device(device)
         self.num_streams = num_streams
         self.columns = dict(columns)
@@ -121,18 +123,19 @@ class EpisodeBuffer:
             capacity=capacity,
             max_bytes=max_bytes,
             chunk_bytes=chunk_bytes,
-            fresh=folder is None,  # in the run's own folder only a checkpoint says what belongs to the run
+            # In the run's own folder only a checkpoint defines which episodes belong to the run.
+            fresh=folder is None,
             verify=verify,
             threads=readers,
-            say=lambda message: say(message, on_warning),
+            report=lambda message: emit_warning(message, on_warning),
         )
         self._factories = {**SAMPLERS, **(samplers or {})}
         self._specs: dict[str, BatchSpec] = {}
         self._staging: dict[BatchSpec, tuple[Batch, torch.cuda.Event | None]] = {}
-        self._late = LateWrites(self._write_rows)
+        self._deferred = DeferredWrites(self._write_rows)
         self._cache, self._written = BlockCache(int(cache_bytes)), WrittenBlocks(int(written_bytes))
         self._with_open = bool(open_episodes)
-        # Rows to come do not go on where stored ones end: one position is left out.
+        # New rows do not continue the stored ones: one position is skipped.
         ends = self._store.table.column("start") + self._store.table.column("rows")
         self._open = OpenEpisodes(self._store.layout, num_streams, int(ends.max(initial=-1)) + 1)
         self._writer = EpisodeWriter(
@@ -149,15 +152,15 @@ class EpisodeBuffer:
         return EpisodeStore(folder, layout, **options)
 
     @staticmethod
-    def _check_numbers(capacity: int | None, max_bytes: int | None, streams: int, *rest: int) -> None:
+    def _check_limits(capacity: int | None, max_bytes: int | None, streams: int, *rest: int) -> None:
         for name, value in (("capacity", capacity), ("max_bytes", max_bytes), ("num_streams", streams)):
             if value is not None and value < 1:
-                raise ConfigError(f"a buffer of episodes needs {name} above 0, not {value}")
+                raise ConfigError(f"{name} must be above 0, not {value}")
         if min(rest) < 0:
-            raise ConfigError("cache_bytes, written_bytes and readers must not be below 0")
+            raise ConfigError("cache_bytes, written_bytes and readers must not be negative")
 
     def _attach(self) -> None:
-        """Samplers and reader for the table and the open episodes as they are now."""
+        """Create samplers and reader for the current table and open episodes."""
         self._episodes = Episodes(self._store.table, self._open, self._with_open)
         self._reader = EpisodeReader(
             self._store, self._episodes, self._cache, self._written, self.columns, self._mutable
@@ -166,7 +169,7 @@ class EpisodeBuffer:
         for spec in self._specs.values():
             self._sampler(spec)
 
-    # ---------------------------------------------------------------- what it holds
+    # ---------------------------------------------------------------- contents
 
     @property
     def folder(self) -> Path:
@@ -174,12 +177,12 @@ class EpisodeBuffer:
 
     @property
     def size(self) -> int:
-        """Rows held, over all streams."""
+        """Rows stored in all streams."""
         return self._store.table.rows + int(self._open.rows().sum())
 
     @property
     def episodes(self) -> int:
-        """Finished episodes held."""
+        """Number of finished episodes."""
         return self._store.table.episodes
 
     @property
@@ -197,25 +200,25 @@ class EpisodeBuffer:
 
     @property
     def disk_bytes(self) -> int:
-        """Of the files of episodes."""
+        """Total size of the episode files."""
         return self._store.disk_bytes
 
     @property
     def nbytes(self) -> int:
-        """Memory at most, without the open episodes."""
-        return self._cache.most_bytes + (self._written.most_bytes if self._mutable else 0)
+        """Maximum memory, without the open episodes."""
+        return self._cache.max_bytes + (self._written.max_bytes if self._mutable else 0)
 
     def describe(self) -> str:
-        """What is held, where, and the memory it takes, in a line."""
+        """One line with folder, limits, contents and memory."""
         table, store = self._store.table, self._store
         rewards = table.column("reward")[table.ended()]
-        gained = f", return mean {rewards.mean():.4g}" if len(rewards) else ""
+        returns = f", return mean {rewards.mean():.4g}" if len(rewards) else ""
         limits = [f"{store.capacity:,} rows"] if store.capacity else []
         limits += [f"{store.max_bytes / 1e9:.2f} GB"] if store.max_bytes else []
         return (
             f"episodes on disk in {store.folder} ({free_bytes(store.folder) / 1e9:.1f} GB are free there), at most "
             f"{' and '.join(limits) or 'any number'} of {store.layout.row_bytes:,} bytes a row before {store.compression}; now "
-            f"{table.episodes:,} episodes, {table.rows:,} rows, {store.disk_bytes / 1e6:,.2f} MB{gained}; in memory up to "
+            f"{table.episodes:,} episodes, {table.rows:,} rows, {store.disk_bytes / 1e6:,.2f} MB{returns}; in memory up to "
             f"{self.nbytes / 1e6:,.0f} MB and the open episodes"
         )
 
@@ -224,9 +227,9 @@ class EpisodeBuffer:
     def add(self, rows: Mapping[str, Array]) -> None:
         """Store one row per stream, name -> (N, …), or T rows at once, name -> (N, T, …).
 
-        An episode ends with a row that is terminated or truncated, or, if it was cut off, before the next `is_first`.
+        An episode ends with a row that is terminated or truncated, or before the next `is_first`.
         """
-        self._late.settle(leave=MOST_WAITING)
+        self._deferred.flush(max_pending=MAX_PENDING)
         self._writer.add(rows)
 
     def _on_closed(self, number: int, stream: int) -> None:
@@ -241,11 +244,11 @@ class EpisodeBuffer:
     # ---------------------------------------------------------------- sampling
 
     def ready(self, spec: BatchSpec) -> bool:
-        """Whether a batch can be drawn."""
+        """Return whether a batch can be drawn."""
         return self._sampler(spec).available() > 0
 
     def shortage(self, spec: BatchSpec) -> str:
-        """Why a batch cannot be drawn yet; "" when it can."""
+        """Return why a batch cannot be drawn yet, or "" if it can."""
         if self.ready(spec):
             return ""
         opened = "" if self._with_open else ", and open ones do not count"
@@ -255,23 +258,26 @@ class EpisodeBuffer:
         )
 
     def make_batch(self, spec: BatchSpec, *, device: torch.device | str | None = None) -> Batch:
-        """An empty batch for `sample(out=…)`, on the training device. On the host it is pinned where that helps."""
+        """Return an empty batch for `sample(out=…)`. device: None is the training device
+
+        A batch on the host is pinned if the training device is a GPU.
+        """
         self._sampler(spec)
         place = self.device if device is None else torch.device(device)
         return allocate(self.columns, spec, place, place.type == "cpu" and self.device.type == "cuda")
 
     def sample(self, spec: BatchSpec, *, generator: torch.Generator, out: Batch | None = None) -> Batch:
-        """Fill `out` (or a new batch) with sequences. generator: on the CPU
+        """Fill `out` (or a new batch) with sequences. generator: a CPU generator
 
-        Episodes that turn out to be damaged are dropped with a message, and others drawn.
+        Damaged episodes are dropped with a warning, and the batch is drawn again.
         """
         sampler = self._sampler(spec)
         out = self.make_batch(spec) if out is None else out
         assert out.index is not None
         target, sent = (out, None) if out.index.stream.device.type == "cpu" else self._stage(spec, out)
         if sent is not None:
-            sent.synchronize()  # the last batch may still be on its way out of the same memory
-        self._late.settle(leave=MOST_WAITING)
+            sent.synchronize()  # the previous batch may still be copied from the same memory
+        self._deferred.flush(max_pending=MAX_PENDING)
         while True:
             if not sampler.available():
                 raise ConfigError(f"nothing to sample: {self.shortage(spec)}")
@@ -289,17 +295,17 @@ class EpisodeBuffer:
         return out
 
     def undo(self, spec: BatchSpec) -> None:
-        """Give back what the sampler took for the last batch, to draw it again later (see BatchStream)."""
+        """Undo the sampler's last draw, so that the batch can be drawn again (see BatchStream)."""
         self._sampler(spec).undo()
 
     def _sampler(self, spec: BatchSpec) -> EpisodeSampler:
-        """The sampler of a BatchSpec, made when it is first asked for. "name:consumer" is one of its own."""
+        """Return the sampler of a BatchSpec, created at the first call; one for each "name:consumer"."""
         key = sampler_key(spec)
         if key not in self._samplers:
             name = spec.sampler.partition(":")[0]
             if name not in self._factories:
                 raise ConfigError(
-                    f"no sampler '{name}' for episodes on disk.{closest(name, self._factories)}"
+                    f"sampler '{name}' does not exist for episodes on disk.{closest(name, self._factories)}"
                 )
             if spec.boundary != "cross" and "is_first" not in self.columns:
                 raise ConfigError(
@@ -310,31 +316,33 @@ class EpisodeBuffer:
         return self._samplers[key]
 
     def _stage(self, spec: BatchSpec, out: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        """A batch on the host, on the way to one on a device."""
+        """Return a batch on the host, from which `out` is copied, and the event of the last copy."""
         spec = replace(spec, keys=tuple(out.columns))
         if spec not in self._staging:
             event = torch.cuda.Event() if self.device.type == "cuda" else None
             self._staging[spec] = (self.make_batch(spec, device="cpu"), event)
         return self._staging[spec]
 
-    # ---------------------------------------------------------------- changing rows
+    # ---------------------------------------------------------------- writing to stored rows
 
     def write_back(self, index: RowIndex, columns: Mapping[str, torch.Tensor], *, offset: int) -> None:
-        """Replace mutable columns of sampled rows. columns: name -> (B, L, …), for rows offset … offset+L of each.
+        """Replace mutable columns of sampled rows.
 
-        Rows deleted since they were sampled, and padding, are left out. The last of equal rows wins.
+        columns: name -> (B, L, …), for rows offset … offset+L of each sequence
+
+        Padding and rows that were deleted since they were sampled are skipped. The last of equal rows wins.
         """
         if not columns:
             return
         for name, value in columns.items():
             if name not in self._mutable:
                 raise ConfigError(
-                    f"column '{name}' cannot be changed: episodes on disk take back only what the workflow stores with "
-                    f"each row ({', '.join(self._mutable) or 'nothing'}). Priorities need buffer=prioritized."
+                    f"column '{name}' cannot be changed: episodes on disk accept only the workflow's columns "
+                    f"({', '.join(self._mutable) or 'none'}); for priorities use buffer=prioritized"
                 )
             as_rows(name, value, self.columns[name], (len(index.stream), value.shape[1]))
         if index.stream.is_cuda:
-            self._late.push(index, columns, offset)
+            self._deferred.push(index, columns, offset)
         else:
             self._write_rows(index, columns, offset)
 
@@ -345,38 +353,41 @@ class EpisodeBuffer:
             self._store.drop_damaged(damage)
 
     def read(self, position: int, count: int) -> Batch:
-        raise LabError(CHANGELESS)
+        raise LabError(ROWS_ARE_READ_ONLY)
 
     def write(self, position: int, columns: Mapping[str, torch.Tensor]) -> None:
-        raise LabError(CHANGELESS)
+        raise LabError(ROWS_ARE_READ_ONLY)
 
     def add_column(self, name: str, spec: ArraySpec) -> None:
-        raise LabError(CHANGELESS)
+        raise LabError(ROWS_ARE_READ_ONLY)
 
     # ---------------------------------------------------------------- checkpoints
 
     def get_state(self) -> dict[str, Any]:
-        """State of the samplers: how often each consumer drew each episode. The rows are saved by `checkpoint`."""
+        """Return the state of the samplers, with the counts of draws. `checkpoint` saves the rows."""
         return samplers_state(self._samplers, self._specs)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take back the samplers. After `restore`, because what they remember is about those rows."""
+        """Restore the samplers. Call `restore` first, because their state refers to the restored rows."""
         restore_samplers(state, self._sampler)
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
-        """Save the episodes into a folder, by link where that can be. returns: {"files": …, "meta": …}, JSON-able."""
-        self._late.settle()
+        """Save the episodes to a folder, as links if possible. returns: {"files": …, "meta": …} for JSON"""
+        self._deferred.flush()
         self._written.keep_only(set(self._store.table.numbers().tolist()))
         self._saves += 1
         return episode_checkpoint.save(folder, self._store, self._open, self._written, self._saves)
 
-    def restore(self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False) -> list[Lost]:
-        """Take back the episodes of a checkpoint; what was stored since is deleted.
+    def restore(
+        self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False
+    ) -> list[LostFile]:
+        """Restore the episodes of a checkpoint and delete those stored since.
 
-        CheckpointError when they are damaged or of another shape. skip_corrupt: do without damaged episodes and return
-        what was lost.
+        CheckpointError if they are damaged or do not fit this buffer.
+
+        skip_corrupt: skip damaged episodes and return the lost files
         """
-        self._late.settle()
+        self._deferred.flush()
         self._cache.clear()
         lost = episode_checkpoint.restore(
             folder, entry, self._store, self._open, self._written, skip_corrupt=skip_corrupt
@@ -386,25 +397,24 @@ class EpisodeBuffer:
         return lost
 
     def close(self) -> None:
-        """Bring everything to the disk, except open episodes, and let another process write to the folder."""
+        """Write everything except open episodes to disk, and release the lock of the folder."""
         self._store.close()
 
 
-# --------------------
-# Episodes that lie on disk, to train on as they are: read where they are, whatever their size, never changed.
+# --- Stored episodes ----------------------------------------------------------------------------
 
 
 def episode_folder(path: Path, buffer: str) -> Path | None:
-    """The folder of episodes that is meant by a path: itself, or that of a buffer of the run there; None: neither."""
+    """Return the folder of episodes at a path: the path itself or a buffer of the run there; else None."""
     return next((f for f in (path, path / "buffers" / buffer) if (f / LAYOUT).is_file()), None)
 
 
 class StoredEpisodes(EpisodeBuffer):
-    """EpisodeBuffer over episodes that another run stored. Only mutable columns (latents) change, in memory.
+    """Read-only EpisodeBuffer over episodes of another run. Mutable columns (latents) change in memory.
 
-    path:    the folder of a buffer of episodes, or a run that has one
-    buffer:  which buffer of that run
-    spec:    of the environment that the data must fit
+    path:    the folder of an EpisodeBuffer, or a run that has one
+    buffer:  name of the buffer in that run
+    spec:    of the environment that the data must match
     cache_bytes, written_bytes, readers, verify, mutable, samplers: see EpisodeBuffer
     """
 
@@ -430,8 +440,8 @@ class StoredEpisodes(EpisodeBuffer):
         folder = episode_folder(self.path, buffer)
         if folder is None:
             there = [found.parent.name for found in self.path.glob(f"buffers/*/{LAYOUT}")]
-            hint = closest(buffer, there) if there else " buffer=offline reads other data."
-            raise ConfigError(f"there are no episodes of a buffer '{buffer}' at {self.path}.{hint}")
+            hint = closest(buffer, there) if there else " Use buffer=offline for other data."
+            raise ConfigError(f"{self.path} has no episodes of a buffer '{buffer}'.{hint}")
         self._spec = spec
         super().__init__(
             columns,
@@ -465,13 +475,13 @@ class StoredEpisodes(EpisodeBuffer):
 
     def add(self, rows: Mapping[str, Array]) -> None:
         raise LabError(
-            f"the episodes in {self.folder} are read-only: collected rows need a buffer of their own, named first in the "
-            "phase's `buffer` (such as {replay: 0.5, offline: 0.5})"
+            f"{self.folder} is read-only: name a buffer for the collected rows first in the phase's `buffer`, such as "
+            "{replay: 0.5, offline: 0.5}"
         )
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
-        """Save what was written back; of the data itself only where it is and its fingerprint."""
-        self._late.settle()
+        """Save the columns that were written back, and path and fingerprint of the data."""
+        self._deferred.flush()
         self._saves += 1
         folder.mkdir(parents=True, exist_ok=True)
         name = f"memory-{self._saves:08d}.pt"
@@ -480,19 +490,24 @@ class StoredEpisodes(EpisodeBuffer):
         meta = {"kind": KIND, "format": FORMAT, "memory": name, "saves": self._saves, "source": source}
         return {"files": {name: dict(zip(("bytes", "crc32"), facts))}, "meta": meta}
 
-    def restore(self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False) -> list[Lost]:
-        """Take back what was written back; CheckpointError when the data has changed since."""
+    def restore(
+        self, folder: Path, entry: Mapping[str, Any], *, skip_corrupt: bool = False
+    ) -> list[LostFile]:
+        """Restore the columns that were written back; CheckpointError if the data has changed since."""
         meta = entry["meta"]
         saved = meta.get("source", {})
         if saved.get("fingerprint") != self.fingerprint:
             raise CheckpointError(
-                f"the episodes in {self.folder} are not what this run was training on (from {saved.get('path')}): bring that "
-                "data back, or start a new run"
+                f"{self.folder} is not the data that this run was trained on (from {saved.get('path')}): restore that "
+                "data, or start a new run"
             )
         self._saves = int(meta["saves"])
         damaged = find_damaged(folder, entry) if skip_corrupt else {}
         if damaged:
             self._written.clear()
-            return [Lost(name, 0, f"{reason}: what was written back") for name, reason in damaged.items()]
+            return [
+                LostFile(name, 0, f"{reason}: columns that were written back")
+                for name, reason in damaged.items()
+            ]
         self._written.set_state(load_data(folder / Path(meta["memory"]).name, check_zip=True)["written"])
         return []

@@ -1,7 +1,7 @@
-"""A buffer of episodes in a checkpoint: its chunks by link, an index of them, and what is in memory.
+"""Saving and restoring an EpisodeBuffer in a checkpoint.
 
-chunk-00000012.episodes    the same file as in the buffer's folder, under a second name; copied if on another disk
-index-00000003.log         the episodes that were there, at the third save
+chunk-00000012.episodes    hard link to the file in the buffer's folder; a copy if it is on another disk
+index-00000003.log         index of the episodes at the third save
 memory-00000003.pt         rows of the open episodes, and columns that were written back
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rl_lab.buffers.chunk_files import Lost, find_damaged
+from rl_lab.buffers.chunk_files import LostFile, find_damaged
 from rl_lab.buffers.episodes.reader import WrittenBlocks
 from rl_lab.buffers.episodes.recovery import INDEX, check_chunks, chunk_files, chunk_path, recover
 from rl_lab.buffers.episodes.store import EpisodeStore
@@ -32,7 +32,7 @@ KIND = "episodes"
 def save(
     folder: Path, store: EpisodeStore, unfinished: OpenEpisodes, written: WrittenBlocks, saves: int
 ) -> dict[str, Any]:
-    """Bring a checkpoint's folder up to what the buffer holds. returns: {"files": …, "meta": …}, JSON-able"""
+    """Save the buffer to a checkpoint's folder. returns: {"files": …, "meta": …}, JSON-serializable"""
     folder.mkdir(parents=True, exist_ok=True)
     chunks = store.files()
     for name in chunks:
@@ -64,21 +64,21 @@ def save(
 
 
 def check_meta(meta: Mapping[str, Any], layout: RowLayout, num_streams: int) -> None:
-    """CheckpointError, with both sides, unless the saved episodes fit."""
+    """Raise CheckpointError unless the saved episodes fit the buffer."""
     if meta.get("kind") != KIND:
         raise CheckpointError(
-            "what was saved is not a buffer of episodes: the run had another kind of buffer"
+            "buffer: the saved replay is not a buffer of episodes; use the buffer type of the saved run"
         )
     if meta.get("format") != FORMAT:
         raise CheckpointError(
-            f"episodes of format {meta.get('format')} cannot be read; this version reads {FORMAT}"
+            f"episode format {meta.get('format')} cannot be read; this version reads {FORMAT}"
         )
     if differ := differences(layout.columns, RowLayout.from_dict(meta["layout"]).columns):
-        raise CheckpointError(f"the saved episodes have other columns: {'; '.join(differ)}")
+        raise CheckpointError(f"columns of the saved episodes differ: {'; '.join(differ)}")
     if meta["streams"] != num_streams:
         raise CheckpointError(
-            f"the saved episodes are of {meta['streams']} environments, but this run's config asks for {num_streams}: "
-            "set it back, or start a new run"
+            f"num_envs: the saved episodes are of {meta['streams']} environments, but this run's config asks for "
+            f"{num_streams}: restore the saved value, or start a new run"
         )
 
 
@@ -90,12 +90,14 @@ def restore(
     written: WrittenBlocks,
     *,
     skip_corrupt: bool,
-) -> list[Lost]:
-    """Make the buffer what it was; CheckpointError when a file is damaged, or (skip_corrupt) without what was in it."""
+) -> list[LostFile]:
+    """Restore the buffer. Damaged files raise CheckpointError or, with skip_corrupt, are returned."""
     meta, files = entry["meta"], entry["files"]
     check_meta(meta, store.layout, unfinished.num_streams)
     if any(Path(name).name != name for name in files) or not {meta["index"], meta["memory"]} <= set(files):
-        raise CheckpointError("the list of files of the saved episodes is damaged")
+        raise CheckpointError(
+            "list of files of the saved episodes is damaged; resume from another checkpoint"
+        )
     damaged = find_damaged(folder, entry, sizes_only=not skip_corrupt)
     if damaged and not skip_corrupt:
         name, reason = next(iter(damaged.items()))
@@ -113,8 +115,8 @@ def restore(
     for number in present:
         store.reseal(number)
     first = min(int(meta["first"]), store.table.end)
-    while store.table.first < first:  # the index says so too, unless it was lost
-        store.table.forget_oldest()
+    while store.table.first < first:  # needed only if the index was lost
+        store.table.evict_oldest()
     store.table.skip_to(int(meta["end"]))
     _restore_memory(folder / meta["memory"], meta, unfinished, written, damaged.get(meta["memory"]), lost)
     return lost
@@ -126,7 +128,7 @@ def _restore_memory(
     unfinished: OpenEpisodes,
     written: WrittenBlocks,
     damage: str | None,
-    lost: list[Lost],
+    lost: list[LostFile],
 ) -> None:
     if damage is None:
         content = load_data(path, check_zip=True)
@@ -138,24 +140,23 @@ def _restore_memory(
                 f"{path} does not hold open episodes ({type(error).__name__}: {error})"
             ) from None
         return
-    empty = OpenEpisodes(
-        unfinished.layout, unfinished.num_streams, int(meta["cursor"]) + 1
-    )  # one is left out: a gap
+    # One position is skipped, to leave a gap.
+    empty = OpenEpisodes(unfinished.layout, unfinished.num_streams, int(meta["cursor"]) + 1)
     unfinished.set_state(empty.get_state())
     written.clear()
-    lost.append(Lost(str(path), int(meta["open_rows"]), damage))
+    lost.append(LostFile(str(path), int(meta["open_rows"]), damage))
 
 
 def replace_files(
     store: EpisodeStore, index: Path | None, chunks: Mapping[str, Path], folder: Path
-) -> list[Lost]:
-    """Give a store other chunks, by name, and the index of them (None: it is made from the chunks).
+) -> list[LostFile]:
+    """Replace the chunks of a store, given by name, and its index (None: it is rebuilt from the chunks).
 
-    Files that are missing are left out. returns: what was in them
+    Missing files are skipped and returned.
     """
     store.stop_writing()
-    store.leftover = False
-    # A number once used in either folder is not used again for other episodes.
+    store.has_stale_files = False
+    # A chunk number that was used in either folder is not used again for other episodes.
     beyond = max([-1, *chunk_files(store.folder), *chunk_files(folder)]) + 1
     for name, source in chunks.items():
         if source.exists():
@@ -165,13 +166,13 @@ def replace_files(
     for path in chunk_files(store.folder).values():
         if path.name not in chunks:
             path.unlink()
-    store.take(recover(store.folder), quiet=True)
+    store.load(recover(store.folder), quiet=True)
     store.next_chunk = max(store.next_chunk, beyond)
     return store.lost
 
 
 def fingerprint(store: EpisodeStore) -> str:
-    """Of the episodes that are there."""
+    """Return a hash of the stored episodes."""
     facts = hashlib.blake2b(digest_size=16)
     for name in ("stream", "start", "rows", "size", "reward"):
         facts.update(store.table.column(name).tobytes())
@@ -179,7 +180,7 @@ def fingerprint(store: EpisodeStore) -> str:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """The same content under another name, at once or not at all; on one disk it takes no room."""
+    """Create a hard link atomically, or a copy if the target is on another disk."""
     if target.exists() and target.samefile(source):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -188,6 +189,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
         os.link(source, temporary)
         os.replace(temporary, target)
-    except OSError:  # another disk, or no hard links
+    except OSError:  # on another disk, or hard links are not supported
         with open(source, "rb") as file:
             write_atomic(target, lambda copy: shutil.copyfileobj(file, copy, 1 << 20))

@@ -1,4 +1,4 @@
-"""From drawn sequences to rows in a batch: which blocks they lie in, fetching those, copying; and writing back."""
+"""EpisodeReader: copies drawn sequences into batches through a cache of blocks, and writes columns back."""
 
 from __future__ import annotations
 
@@ -14,92 +14,11 @@ from rl_lab.buffers.episodes.store import EpisodeStore
 from rl_lab.buffers.row_layout import Bytes, RowLayout
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
 
-# --------------------
-# Blocks of rows in memory, up to a number of bytes: those read last, and those written back last.
-
-
 Key = tuple[int, int]  # episode, block
-OVERHEAD = 512  # bytes of a block's entry in the dictionary
-COLUMN_OVERHEAD = 320  # bytes of a column's two array objects
-
-
-class BlockCache:
-    """The blocks that were used last."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self.nbytes = 0
-        self._blocks: OrderedDict[Key, Bytes] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._blocks)
-
-    def get(self, key: Key) -> Bytes | None:
-        block = self._blocks.get(key)
-        if block is not None:
-            self._blocks.move_to_end(key)
-        return block
-
-    def put(self, key: Key, block: Bytes) -> None:
-        self.remove(key)
-        self._blocks[key] = block
-        self.nbytes += size_of(block)
-        while self.nbytes > self.most_bytes:
-            self.remove(next(iter(self._blocks)))
-
-    def remove(self, key: Key) -> None:
-        block = self._blocks.pop(key, None)
-        if block is not None:
-            self.nbytes -= size_of(block)
-
-    def keep_only(self, episodes: set[int]) -> None:
-        """Forget all other episodes."""
-        for key in [key for key in self._blocks if key[0] not in episodes]:
-            self.remove(key)
-
-    def clear(self) -> None:
-        self._blocks.clear()
-        self.nbytes = 0
-
-
-class WrittenBlocks(BlockCache):
-    """Columns that were written back to rows on disk, which themselves never change.
-
-    When they take more than their bytes, the ones written longest ago are forgotten: their rows are then again as
-    they were stored.
-    """
-
-    def get(self, key: Key) -> Bytes | None:
-        return self._blocks.get(key)  # reading does not make it newer
-
-    def get_state(self) -> dict[str, Any]:
-        keys = torch.tensor(list(self._blocks), dtype=torch.int64).reshape(-1, 2)
-        names = list(next(iter(self._blocks.values()), {}))
-        rows = [len(next(iter(block.values()))) for block in self._blocks.values()]
-        joined = {name: np.concatenate([b[name] for b in self._blocks.values()]) for name in names}
-        columns = {name: torch.from_numpy(value) for name, value in joined.items()}
-        return {"keys": keys, "rows": torch.tensor(rows, dtype=torch.int64), "columns": columns}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.clear()
-        done = 0
-        for key, count in zip(state["keys"].tolist(), state["rows"].tolist()):
-            columns = state["columns"].items()
-            block = {name: value[done : done + count].numpy().copy() for name, value in columns}
-            self.put((key[0], key[1]), block)
-            done += count
-
-
-def size_of(block: Bytes) -> int:
-    """Bytes of memory, with what Python needs to keep a block of short rows: often more than the rows."""
-    return OVERHEAD + sum(COLUMN_OVERHEAD + value.nbytes for value in block.values())
 
 
 class Piece(NamedTuple):
-    """Neighbouring rows of one episode, and where in a batch they belong."""
+    """Consecutive rows of one episode and their place in a batch."""
 
     sequence: int
     time: int
@@ -109,10 +28,10 @@ class Piece(NamedTuple):
 
 
 class EpisodeReader:
-    """Fetches rows of episodes, from memory where they are there.
+    """Reads rows of episodes, from the cache if possible.
 
-    columns: that batches have; those that the files do not have in this form are zero until they are written back
-    mutable: columns that may be
+    columns: of the batches; those not stored with the same shape and dtype are zero until they are written
+    mutable: columns that may be written back
     """
 
     def __init__(
@@ -132,7 +51,7 @@ class EpisodeReader:
         self._absent = {name for name, spec in columns.items() if store.layout.columns.get(name) != spec}
 
     def fill(self, out: Batch, spec: BatchSpec, episode: np.ndarray, begin: np.ndarray) -> None:
-        """Fetch the sequences that start at rows `begin` (B,) of episodes (B,) into a batch on the host."""
+        """Copy the sequences that start at rows `begin` (B,) of episodes (B,) into a batch on the host."""
         assert out.index is not None
         columns = {name: _bytes(value, 2) for name, value in out.columns.items()}
         streams, positions = out.index.stream.numpy(), out.index.position.numpy()
@@ -170,13 +89,13 @@ class EpisodeReader:
                     )
 
     def _following(self, stream: int, position: int) -> tuple[int, int, int]:
-        """The episode that begins at a position: number, start, rows."""
+        """Return number, start and rows of the episode that begins at a position."""
         episode = self._episodes.at(stream, position)
-        assert episode is not None, "a sequence that the sampler said is there"
+        assert episode is not None, "the sampler drew a sequence that is not stored"
         return episode, *self._episodes.facts(episode)[1:]
 
     def _blocks(self, pieces: Sequence[Piece]) -> dict[Key, Bytes]:
-        """Every block that stored pieces lie in; those not in memory are read at once."""
+        """Return all blocks of the stored pieces; blocks that are not cached are read together."""
         step = self._layout.block_rows
         blocks: dict[Key, Bytes] = {}
         missing: list[Key] = []
@@ -199,7 +118,7 @@ class EpisodeReader:
         return blocks
 
     def _sources(self, piece: Piece, blocks: Mapping[Key, Bytes]) -> Iterator[tuple[int, int, Bytes, int]]:
-        """Time in the batch, number of rows, a block, and where in it they begin, for each block of a piece."""
+        """Yield time in the batch, number of rows, block, and first row in it, for each block of a piece."""
         if piece.episode < 0:
             stream, start, _ = self._episodes.facts(piece.episode)
             first = start + piece.row
@@ -217,7 +136,7 @@ class EpisodeReader:
             row += count
 
     def write(self, index: RowIndex, columns: Mapping[str, torch.Tensor], offset: int) -> None:
-        """Change mutable columns, (B, L, …), of rows offset … of the sequences of a batch. All on the host."""
+        """Write mutable columns (B, L, …) to rows offset … of each sequence. All tensors are on the host."""
         values = {name: self._wanted.as_bytes(name, value, 2) for name, value in columns.items()}
         length = next(iter(values.values())).shape[1]
         mask: Any = getattr(index, "mask", None)
@@ -232,7 +151,7 @@ class EpisodeReader:
                     continue
                 _, start, rows = self._episodes.facts(episode)
                 count = min(length - time, start + rows - at)
-                if mask is not None:  # padding begins where the episode ends, or before
+                if mask is not None:  # padding begins at the end of the episode or earlier
                     count = min(count, int(mask[sequence, offset + time : offset + length].sum()))
                 piece = {name: value[sequence, time : time + count] for name, value in values.items()}
                 self._write_piece(episode, at - start, count, piece)
@@ -248,14 +167,14 @@ class EpisodeReader:
             block = (row + done) // step
             low = row + done - block * step
             here = min(count - done, step - low)
-            content = self._changeable((episode, block))
+            content = self._mutable_block((episode, block))
             for name, value in values.items():
                 content[name][low : low + here] = value[done : done + here]
             self._written.put((episode, block), content)
             done += here
 
-    def _changeable(self, key: Key) -> Bytes:
-        """The mutable columns of a block, as they are now, in memory of their own."""
+    def _mutable_block(self, key: Key) -> Bytes:
+        """Return a writable copy of the mutable columns of a block with their current values."""
         content = self._written.get(key)
         if content is not None:
             return content
@@ -270,5 +189,87 @@ class EpisodeReader:
 
 
 def _bytes(tensor: torch.Tensor, lead: int) -> np.ndarray:
-    """The memory of a contiguous tensor as (lead dimensions …, bytes)."""
+    """View the memory of a contiguous tensor as (lead dimensions …, bytes)."""
     return tensor.view(*tensor.shape[:lead], -1).view(torch.uint8).numpy()
+
+
+# --- Caches -------------------------------------------------------------------------------------
+
+
+OVERHEAD = 512  # bytes of a block's dict entry
+COLUMN_OVERHEAD = 320  # bytes of a column's two array objects
+
+
+class BlockCache:
+    """LRU cache of blocks, with a maximum size in bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self._blocks: OrderedDict[Key, Bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._blocks)
+
+    def get(self, key: Key) -> Bytes | None:
+        block = self._blocks.get(key)
+        if block is not None:
+            self._blocks.move_to_end(key)
+        return block
+
+    def put(self, key: Key, block: Bytes) -> None:
+        self.remove(key)
+        self._blocks[key] = block
+        self.nbytes += size_of(block)
+        while self.nbytes > self.max_bytes:
+            self.remove(next(iter(self._blocks)))
+
+    def remove(self, key: Key) -> None:
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            self.nbytes -= size_of(block)
+
+    def keep_only(self, episodes: set[int]) -> None:
+        """Remove the blocks of all other episodes."""
+        for key in [key for key in self._blocks if key[0] not in episodes]:
+            self.remove(key)
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self.nbytes = 0
+
+
+class WrittenBlocks(BlockCache):
+    """Columns that were written back to rows on disk; the files never change.
+
+    If they exceed the maximum size, the oldest writes are discarded: their rows get their stored values
+    again.
+    """
+
+    def get(self, key: Key) -> Bytes | None:
+        return self._blocks.get(key)  # a read does not change the order
+
+    def get_state(self) -> dict[str, Any]:
+        keys = torch.tensor(list(self._blocks), dtype=torch.int64).reshape(-1, 2)
+        names = list(next(iter(self._blocks.values()), {}))
+        rows = [len(next(iter(block.values()))) for block in self._blocks.values()]
+        joined = {name: np.concatenate([b[name] for b in self._blocks.values()]) for name in names}
+        columns = {name: torch.from_numpy(value) for name, value in joined.items()}
+        return {"keys": keys, "rows": torch.tensor(rows, dtype=torch.int64), "columns": columns}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.clear()
+        done = 0
+        for key, count in zip(state["keys"].tolist(), state["rows"].tolist()):
+            columns = state["columns"].items()
+            block = {name: value[done : done + count].numpy().copy() for name, value in columns}
+            self.put((key[0], key[1]), block)
+            done += count
+
+
+def size_of(block: Bytes) -> int:
+    """Return the memory of a block, including the Python objects, which are often larger than short rows."""
+    return OVERHEAD + sum(COLUMN_OVERHEAD + value.nbytes for value in block.values())

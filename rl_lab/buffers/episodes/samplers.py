@@ -1,8 +1,10 @@
-"""How sequences are chosen from stored episodes. A sampler sees numbers and lengths only; the buffer fetches the rows.
+"""Samplers of EpisodeBuffer. They work on episode numbers and lengths; the buffer fetches the rows.
 
-A draw is, for each sequence, an episode and the row of it that the sequence starts at (below 0 when it is padded on the
-left). An episode is a number of the table, or -1 - stream for the one that is still open there. A buffer keeps one
-sampler per BatchSpec; more of them can be named in its `samplers`.
+A draw gives an episode and a first row for each sequence; the first row is negative if the sequence is padded
+on the left. An episode is a number in the table, or -1 - stream for the open episode of a stream. A buffer
+has one sampler per BatchSpec; its `samplers` may name more. EpisodeCountSampler ("episodes") prefers episodes
+that were drawn least, EndsSampler ("ends") prefers the ends of episodes; their settings are in the buffer's
+config.
 """
 
 from __future__ import annotations
@@ -13,29 +15,29 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rl_lab.buffers.episodes.table import EpisodeTable, Growing
+from rl_lab.buffers.episodes.table import EpisodeTable, GrowingArray
 from rl_lab.buffers.episodes.writer import OpenEpisodes
 from rl_lab.buffers.samplers import OnlineQueue
 from rl_lab.errors import ConfigError
 from rl_lab.records import BatchSpec
 
-Draw = tuple[np.ndarray, np.ndarray]  # episode (K,), row of it that comes first (K,), int64
+Draw = tuple[np.ndarray, np.ndarray]  # episode (K,), its first row (K,), int64
 
 
 class Episodes:
-    """All episodes that may be drawn from: those of the table, and the open ones if they count."""
+    """All episodes that can be drawn: those of the table and, with `with_open`, the open ones."""
 
     def __init__(self, table: EpisodeTable, unfinished: OpenEpisodes, with_open: bool) -> None:
         self.table, self.unfinished, self.with_open = table, unfinished, with_open
-        self.counts: dict[str, Any] = {}  # by consumer: see episode_priorities.py
+        self.counts: dict[str, Any] = {}  # sampler name -> EpisodeCounts
 
     def open_rows(self) -> np.ndarray:
-        """(N,) rows of the open episodes; 0 where they do not count."""
+        """Return the rows of the open episodes, (N,); 0 if they are not drawn."""
         rows = self.unfinished.rows()
         return rows if self.with_open else np.zeros_like(rows)
 
     def facts(self, episode: int) -> tuple[int, int, int]:
-        """Stream, start and rows of an episode."""
+        """Return stream, start and rows of an episode."""
         if episode < 0:
             stream = -1 - episode
             return stream, int(self.unfinished.begin[stream]), int(self.unfinished.rows()[stream])
@@ -43,7 +45,7 @@ class Episodes:
         return table.fact(episode, "stream"), table.fact(episode, "start"), table.fact(episode, "rows")
 
     def facts_of(self, episodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Streams, starts and rows (K,) of episodes (K,)."""
+        """Return streams, starts and rows (K,) of episodes (K,)."""
         table, unfinished = self.table, self.unfinished
         opened = np.maximum(-1 - episodes, 0)
         facts = opened, unfinished.begin[opened], unfinished.rows()[opened]
@@ -55,11 +57,11 @@ class Episodes:
         return stream, start, rows
 
     def rows(self, episodes: np.ndarray) -> np.ndarray:
-        """(K,) rows of episodes (K,)."""
+        """Return the rows (K,) of episodes (K,)."""
         return self.facts_of(episodes)[2]
 
     def at(self, stream: int, position: int) -> int | None:
-        """The episode that holds a row."""
+        """Return the episode that has a row at this position, or None."""
         if stream < self.unfinished.num_streams and self.with_open:
             begin = self.unfinished.begin[stream]
             if 0 <= begin <= position < self.unfinished.cursor:
@@ -69,7 +71,7 @@ class Episodes:
         return number if number >= 0 else None
 
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Stream, first position and length of every run of rows without a gap, (R,) each."""
+        """Return stream, first position and length of every run of rows without a gap, (R,) each."""
         found = [
             (stream, begin, end)
             for stream, stored in sorted(self.table.streams.items())
@@ -86,7 +88,7 @@ class Episodes:
         return table[:, 0], table[:, 1], table[:, 2] - table[:, 1]
 
     def oldest(self) -> int:
-        """No row before this position is held in any stream."""
+        """Return a position before which no stream has a row."""
         stored = [stream.runs[0][0] for stream in self.table.streams.values()]
         return min(
             stored,
@@ -97,18 +99,18 @@ class Episodes:
 
 
 class EpisodeSampler(Protocol):
-    """Chooses episodes and rows. Everything it draws comes from the generator, so it can be repeated."""
+    """Draws episodes and rows. All randomness comes from the generator, so draws are reproducible."""
 
     def available(self) -> int:
-        """How many sequences could be drawn now."""
+        """Return the number of sequences that can be drawn now."""
 
     def draw(self, count: int, generator: torch.Generator) -> Draw: ...
 
     def undo(self) -> None:
-        """Take back the last draw, apart from the generator's state (the caller has that)."""
+        """Undo the last draw, except for the generator's state, which the caller restores."""
 
     def on_add(self, position: int, is_first: np.ndarray) -> None:
-        """A row at `position` was added to every stream. is_first: (N,)"""
+        """Called after a row at `position` was added to every stream. is_first: (N,)"""
 
     def get_state(self) -> dict[str, Any]: ...
 
@@ -116,15 +118,15 @@ class EpisodeSampler(Protocol):
 
 
 class LengthSums:
-    """Running sums over the stored episodes of something that depends on their length. Made once, then kept up."""
+    """Cumulative sums over the stored episodes of a function of their length, updated incrementally."""
 
     def __init__(self, table: EpisodeTable, weigh: Callable[[np.ndarray], np.ndarray]) -> None:
         self._table, self._weigh = table, weigh
         self._first, self._before, self._changes = table.first, 0, table.changes
-        self._sums = Growing(np.int64)
+        self._sums = GrowingArray(np.int64)
 
     def update(self) -> tuple[np.ndarray, int]:
-        """Sums (episodes,), each with its own episode, and what was summed up before the first of them."""
+        """Return the inclusive cumulative sums (episodes,) and the sum before the first of them."""
         table = self._table
         if (
             self._changes != table.changes
@@ -132,10 +134,10 @@ class LengthSums:
             or self._first + len(self._sums) < table.first
         ):
             self._start_over()
-        gone = table.first - self._first
-        if gone:
-            self._before = int(self._sums.view[gone - 1])
-            self._sums.forget(gone)
+        evicted = table.first - self._first
+        if evicted:
+            self._before = int(self._sums.view[evicted - 1])
+            self._sums.drop_first(evicted)
             self._first = table.first
         new = table.column("rows")[len(self._sums) :]
         if len(new):
@@ -145,11 +147,11 @@ class LengthSums:
 
     def _start_over(self) -> None:
         self._first, self._before, self._changes = self._table.first, 0, self._table.changes
-        self._sums = Growing(np.int64)
+        self._sums = GrowingArray(np.int64)
 
 
 class UniformEpisodes:
-    """Every start that the BatchSpec's boundary allows is equally likely: over rows, not over episodes."""
+    """Draws uniformly from all starts that the BatchSpec's boundary allows: over rows, not over episodes."""
 
     def __init__(self, episodes: Episodes, spec: BatchSpec) -> None:
         self._episodes = episodes
@@ -175,12 +177,12 @@ class UniformEpisodes:
         place = np.searchsorted(sums, pick + before, side="right")
         base = np.concatenate([[before], sums])[np.minimum(place, len(sums))]
         inside = pick + before - base
-        late = pick >= stored
-        if late.any():
-            stream = np.searchsorted(opened, pick[late] - stored, side="right")
-            inside[late] = pick[late] - stored - np.concatenate([[0], opened])[stream]
+        is_open = pick >= stored
+        if is_open.any():
+            stream = np.searchsorted(opened, pick[is_open] - stored, side="right")
+            inside[is_open] = pick[is_open] - stored - np.concatenate([[0], opened])[stream]
         episode = self._episodes.table.first + place
-        episode[late] = -1 - stream if late.any() else episode[late]
+        episode[is_open] = -1 - stream if is_open.any() else episode[is_open]
         return episode, self.window.begin(inside, generator)
 
     def _draw_cross(self, count: int, generator: torch.Generator) -> Draw:
@@ -192,10 +194,10 @@ class UniformEpisodes:
         return locate(self._episodes, list(zip(streams[run].tolist(), position.tolist())))
 
     def undo(self) -> None:
-        """Nothing is remembered between draws."""
+        """Nothing to undo: the sampler has no state."""
 
     def on_add(self, position: int, is_first: np.ndarray) -> None:
-        """What can be drawn is read off the episodes."""
+        """Nothing to do: the starts are computed from the episodes."""
 
     def get_state(self) -> dict[str, Any]:
         return {}
@@ -205,18 +207,18 @@ class UniformEpisodes:
 
 
 class Window:
-    """Where in an episode a sequence may lie."""
+    """The positions that a sequence can have in an episode."""
 
     def __init__(self, spec: BatchSpec) -> None:
         self._rows = spec.rows
         self._pad = spec.pad if spec.boundary == "pad" else ""
 
     def choices(self, rows: np.ndarray) -> np.ndarray:
-        """In how many places of episodes with that many rows: starts inside them, or rows to pad around."""
+        """Return the number of positions in episodes of these rows: starts or, with padding, anchor rows."""
         return rows if self._pad else np.maximum(0, rows - self._rows + 1)
 
     def begin(self, choice: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """The row that comes first, for choices 0, 1, …: below 0 where padding comes before the episode."""
+        """Return the first row for choices 0, 1, …; it is negative if padding comes before the episode."""
         if self._pad == "left":
             return choice - (self._rows - 1)
         if self._pad == "both":
@@ -224,19 +226,19 @@ class Window:
         return choice
 
     def at_end(self, rows: np.ndarray) -> np.ndarray:
-        """The row that comes first, for a sequence that ends where the episode ends."""
+        """Return the first row of a sequence that ends with the episode."""
         begin = rows - self._rows
         return np.maximum(begin, 0) if self._pad == "right" else begin
 
     def pick(self, rows: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """A random place in episodes of (K,) rows, each with at least one."""
-        numbers = torch.rand(len(rows), dtype=torch.float64, generator=generator).numpy()
+        """Draw the first row in episodes of (K,) rows, each with at least one position."""
+        uniforms = torch.rand(len(rows), dtype=torch.float64, generator=generator).numpy()
         choices = self.choices(rows)
-        return self.begin(np.minimum((numbers * choices).astype(np.int64), choices - 1), generator)
+        return self.begin(np.minimum((uniforms * choices).astype(np.int64), choices - 1), generator)
 
 
 class OnlineEpisodes:
-    """Fresh sequences first, each once and in the order of their arrival; uniform for the rest of the batch."""
+    """Draws new sequences first, each once and oldest first, and fills the batch with uniform draws."""
 
     def __init__(self, episodes: Episodes, spec: BatchSpec) -> None:
         if spec.boundary == "pad" or not episodes.with_open:
@@ -255,23 +257,23 @@ class OnlineEpisodes:
     def draw(self, count: int, generator: torch.Generator) -> Draw:
         streams, begins, lengths = self._episodes.runs()
 
-        def whole(stream: int, start: int) -> bool:
+        def is_stored(stream: int, start: int) -> bool:
             inside = (begins <= start) & (start + self._rows <= begins + lengths)
             return bool((inside & (streams == stream)).any())
 
-        fresh = locate(self._episodes, [at for at in self._queue.take(count) if whole(*at)])
-        rest = count - len(fresh[0])
+        new = locate(self._episodes, [at for at in self._queue.take(count) if is_stored(*at)])
+        rest = count - len(new[0])
         if not rest:
-            return fresh
+            return new
         episode, begin = self._uniform.draw(rest, generator)
-        return np.concatenate([fresh[0], episode]), np.concatenate([fresh[1], begin])
+        return np.concatenate([new[0], episode]), np.concatenate([new[1], begin])
 
     def undo(self) -> None:
         self._queue.undo()
 
     def on_add(self, position: int, is_first: np.ndarray) -> None:
         self._queue.on_add(position, is_first)
-        self._queue.forget(self._episodes.oldest())
+        self._queue.discard_before(self._episodes.oldest())
 
     def get_state(self) -> dict[str, Any]:
         return self._queue.get_state()
@@ -281,7 +283,7 @@ class OnlineEpisodes:
 
 
 def locate(episodes: Episodes, rows: list[tuple[int, int]]) -> Draw:
-    """Stream and position of rows that are held -> episode and row of it."""
+    """Convert stream and position of stored rows to episode and row."""
     found = np.zeros((2, len(rows)), dtype=np.int64)
     for k, (stream, position) in enumerate(rows):
         episode = episodes.at(stream, position)
@@ -290,41 +292,38 @@ def locate(episodes: Episodes, rows: list[tuple[int, int]]) -> Draw:
     return found[0], found[1]
 
 
-# --------------------
-# Samplers that prefer some episodes: those drawn least so far, and those whose end is reached.
-#
-# Named in a BatchSpec as "episodes" and "ends"; their numbers are in the buffer's config, `samplers`.
+# --- Samplers that prefer some episodes ---------------------------------------------------------
 
 
 class EpisodeCounts:
-    """How often one consumer drew each episode. An open episode's count stays with it when it is closed."""
+    """Number of draws of each episode by one consumer. An open episode keeps its count when it is closed."""
 
     def __init__(self, table: EpisodeTable, num_streams: int) -> None:
         self._table = table
         self._first = table.first
-        self._stored = Growing(np.int64)
+        self._stored = GrowingArray(np.int64)
         self.open = np.zeros(num_streams, dtype=np.int64)
         self.batches = 0
 
     def stored(self) -> np.ndarray:
-        """Counts of the table's episodes, (episodes,), to be read and changed."""
+        """Return a writable view of the counts of the table's episodes, (episodes,)."""
         table = self._table
         if not self._first <= table.first <= self._first + len(self._stored):
-            self._first, self._stored = table.first, Growing(np.int64)
-        self._stored.forget(table.first - self._first)
+            self._first, self._stored = table.first, GrowingArray(np.int64)
+        self._stored.drop_first(table.first - self._first)
         self._first = table.first
         self._stored.extend(np.zeros(len(table.column("rows")) - len(self._stored), dtype=np.int64))
         return self._stored.view
 
     def closed(self, number: int, stream: int) -> None:
-        """The open episode of a stream became number `number`, the newest of the table."""
+        """Move the count of a stream's open episode to `number`, the newest episode of the table."""
         self.stored()[number - self._table.first] = self.open[stream]
         self.open[stream] = 0
 
     def add(self, episodes: np.ndarray, times: int = 1) -> None:
-        """These episodes (K,) were drawn; -1 takes a draw back."""
-        still = episodes[episodes >= self._table.first]
-        np.add.at(self.stored(), still - self._table.first, times)
+        """Count a draw of episodes (K,); times=-1 undoes it."""
+        stored = episodes[episodes >= self._table.first]
+        np.add.at(self.stored(), stored - self._table.first, times)
         np.add.at(self.open, -1 - episodes[episodes < 0], times)
 
     def get_state(self) -> dict[str, Any]:
@@ -333,20 +332,21 @@ class EpisodeCounts:
         return {"first": self._first, "stored": stored, "open": opened, "batches": self.batches}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._first, self._stored = int(state["first"]), Growing(np.int64)
+        self._first, self._stored = int(state["first"]), GrowingArray(np.int64)
         self._stored.extend(state["stored"].numpy())
         self.open = state["open"].numpy().copy()
         self.batches = int(state["batches"])
 
 
 class EpisodeCountSampler:
-    """p(episode) ∝ (1 + count)^-alpha, whatever its length; then a place in it, all alike.
+    """Draws an episode with p ∝ (1 + count)^-alpha, regardless of its length, then a uniform position.
 
-    count is how often this consumer drew the episode: "episodes:world_model" and "episodes:tokenizer" count apart. It is
-    raised after each batch, by one for each of its sequences. With alpha 0 all episodes are alike.
+    count is the number of draws by this consumer: "episodes:world_model" and "episodes:tokenizer" have
+    separate counts. It increases after each batch, by one for each of its sequences. With alpha 0 all
+    episodes are equally likely.
 
     alpha:      Δ-IRIS uses 5 for Crafter and 1 for Atari (vmicheli/delta-iris config/params)
-    uncounted:  batches at the beginning that are not counted; Δ-IRIS counts from its second epoch on
+    uncounted:  number of first batches that are not counted; Δ-IRIS counts from its second epoch
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class EpisodeCountSampler:
         require_one_episode(spec)
         if alpha < 0 or uncounted < 0:
             raise ConfigError(
-                f"sampler 'episodes' needs alpha and uncounted from 0 on, not {alpha} and {uncounted}"
+                f"sampler 'episodes': alpha and uncounted must be at least 0, not {alpha} and {uncounted}"
             )
         self._episodes = episodes
         self._uniform = UniformEpisodes(episodes, spec)
@@ -372,7 +372,7 @@ class EpisodeCountSampler:
         return self._uniform.available()
 
     def probabilities(self) -> tuple[np.ndarray, np.ndarray]:
-        """Episodes (E + N,), stored and open, and the probability of each."""
+        """Return all stored and open episodes (E + N,) and their probabilities."""
         table, counts = self._episodes.table, self.counts
         numbers = np.arange(table.first, table.end)
         rows = np.concatenate([table.column("rows"), self._episodes.open_rows()])
@@ -381,10 +381,10 @@ class EpisodeCountSampler:
         return np.concatenate([numbers, -1 - np.arange(len(counts.open))]), weights / weights.sum()
 
     def draw(self, count: int, generator: torch.Generator) -> Draw:
-        episodes, chances = self.probabilities()
-        sums = np.cumsum(chances)
-        numbers = torch.rand(count, dtype=torch.float64, generator=generator).numpy() * sums[-1]
-        drawn = episodes[np.searchsorted(sums, np.minimum(numbers, np.nextafter(sums[-1], 0)), side="right")]
+        episodes, probabilities = self.probabilities()
+        sums = np.cumsum(probabilities)
+        values = torch.rand(count, dtype=torch.float64, generator=generator).numpy() * sums[-1]
+        drawn = episodes[np.searchsorted(sums, np.minimum(values, np.nextafter(sums[-1], 0)), side="right")]
         begin = self._window.pick(self._episodes.rows(drawn), generator)
         self._drawn = drawn if self.counts.batches >= self._uncounted else drawn[:0]
         self.counts.add(self._drawn)
@@ -397,7 +397,7 @@ class EpisodeCountSampler:
         self._drawn = self._drawn[:0]
 
     def on_add(self, position: int, is_first: np.ndarray) -> None:
-        """What can be drawn is read off the episodes."""
+        """Nothing to do: the starts are computed from the episodes."""
 
     def get_state(self) -> dict[str, Any]:
         return self.counts.get_state()
@@ -406,7 +406,7 @@ class EpisodeCountSampler:
         self.counts.set_state(state)
 
     def _weights(self, counts: np.ndarray) -> np.ndarray:
-        """From a list by count: powers of arrays differ in their last bit with the arrays' length."""
+        """Look up the weights by count: the last bit of an array's powers depends on the array's length."""
         most = int(counts.max(initial=0))
         if most >= len(self._by_count):
             longer = range(len(self._by_count), max(most + 1, 2 * len(self._by_count)))
@@ -416,18 +416,18 @@ class EpisodeCountSampler:
 
 
 class EndsSampler:
-    """Uniform over rows, but a share of the sequences ends with an episode's last row.
+    """Draws uniformly over rows, but a share of the sequences ends with the last row of an episode.
 
-    The episodes for that share are those that came to an end (terminated or truncated) and are long enough, all
-    alike. Without such ends, as in uniform sampling, the last rows of an episode are in fewer sequences than others.
+    For this share, all episodes that ended (terminated or truncated) and are long enough are equally likely.
+    In uniform sampling the last rows of an episode are in fewer sequences than the others.
 
-    share: of all sequences, 0 to 1
+    share: fraction of all sequences, 0 to 1
     """
 
     def __init__(self, episodes: Episodes, spec: BatchSpec, *, share: float = 0.1) -> None:
         require_one_episode(spec)
         if not 0 <= share <= 1:
-            raise ConfigError(f"sampler 'ends' needs a share from 0 to 1, not {share}")
+            raise ConfigError(f"sampler 'ends': share must be from 0 to 1, not {share}")
         self._episodes, self._share = episodes, float(share)
         self._uniform = UniformEpisodes(episodes, spec)
 
@@ -438,19 +438,19 @@ class EndsSampler:
         episode, begin = self._uniform.draw(count, generator)
         table, window = self._episodes.table, self._uniform.window
         ended = table.first + np.flatnonzero(table.ended() & (window.choices(table.column("rows")) > 0))
-        numbers = torch.rand((2, count), dtype=torch.float64, generator=generator).numpy()
+        uniforms = torch.rand((2, count), dtype=torch.float64, generator=generator).numpy()
         if len(ended):
-            at_end = numbers[0] < self._share
-            chosen = ended[(numbers[1, at_end] * len(ended)).astype(np.int64)]
+            at_end = uniforms[0] < self._share
+            chosen = ended[(uniforms[1, at_end] * len(ended)).astype(np.int64)]
             episode[at_end] = chosen
             begin[at_end] = window.at_end(self._episodes.rows(chosen).astype(np.int64))
         return episode, begin
 
     def undo(self) -> None:
-        """Nothing is remembered between draws."""
+        """Nothing to undo: the sampler has no state."""
 
     def on_add(self, position: int, is_first: np.ndarray) -> None:
-        """What can be drawn is read off the episodes."""
+        """Nothing to do: the starts are computed from the episodes."""
 
     def get_state(self) -> dict[str, Any]:
         return {}
@@ -462,5 +462,5 @@ class EndsSampler:
 def require_one_episode(spec: BatchSpec) -> None:
     if spec.boundary == "cross":
         raise ConfigError(
-            f"sampler '{spec.sampler}' draws sequences of one episode each: use boundary 'within' or 'pad'"
+            f"sampler '{spec.sampler}' draws sequences from one episode: use boundary 'within' or 'pad'"
         )

@@ -1,11 +1,11 @@
-"""Episodes in the files of a folder: written once, in order, deleted from the oldest on, readable after any kill.
+"""EpisodeStore: append-only episode files of a folder, deleted oldest first, readable after a crash.
 
     layout.json              columns of a row, rows of a block
-    index.log                a record for each episode; see episode_records.py
-    chunk-00000000.episodes  the episodes themselves, packed, a few dozen megabytes of them in each
+    index.log                one record for each episode; see table.py
+    chunk-00000000.episodes  compressed episodes, a few dozen megabytes per file
 
-An episode is first written to its chunk and then to the index, each with one append. Nothing that was written is ever
-changed. When a chunk is complete it is sealed: brought to the disk, with its checksum in the index.
+An episode is appended first to its chunk and then to the index. Written bytes never change. A complete chunk
+is sealed: it is flushed to disk with fsync, and its checksum is added to the index.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
-from rl_lab.buffers.chunk_files import Lost
+from rl_lab.buffers.chunk_files import LostFile
 from rl_lab.buffers.episodes.recovery import (
+    CODEC_NUMBERS,
     INDEX,
-    NUMBERS,
-    Block,
+    BlockLocation,
     ChunkReader,
     DamagedBlock,
     Recovered,
@@ -32,22 +32,31 @@ from rl_lab.buffers.episodes.recovery import (
     compressor,
     recover,
 )
-from rl_lab.buffers.episodes.table import Dropped, Episode, EpisodeTable, First, Record, Seal, pack
+from rl_lab.buffers.episodes.table import (
+    DroppedEpisode,
+    EpisodeRecord,
+    EpisodeTable,
+    FirstKept,
+    Record,
+    Seal,
+    pack,
+)
 from rl_lab.buffers.row_layout import LAYOUT, Bytes, RowLayout, differences, read_layout, write_layout
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.utils.files import RunLock, crc32_of, free_bytes, sync_folder, write_atomic
 
-SPARE_RECORDS = 4096  # records that the index may have beyond those in use, before it is written anew
+SPARE_RECORDS = 4096  # outdated records that the index may have before it is rewritten
 
 
 class EpisodeStore:
-    """The files of one folder. Only one process may write to a folder; any number may read it.
+    """The files of one folder. One process may write to a folder; any number may read it.
 
-    capacity:    rows of finished episodes that are kept, None: all
-    max_bytes:   of the chunk files, None: any
-    chunk_bytes: of one chunk
-    index:       for reading: an index of another name than the usual one
-    fresh:       begin without the episodes that lie in the folder; they are deleted when the first new one is written
+    capacity:    maximum rows of finished episodes; None: no limit
+    max_bytes:   maximum size of all chunk files; None: no limit
+    chunk_bytes: maximum size of one chunk
+    index:       read this index file instead of index.log
+    fresh:       ignore the episodes in the folder; they are deleted when the first new episode is written
+    report:      receives messages about repairs and lost episodes
     """
 
     def __init__(
@@ -64,7 +73,7 @@ class EpisodeStore:
         verify: bool = False,
         index: Path | None = None,
         threads: int = 0,
-        say: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
         self.folder = folder
         self.read_only = read_only
@@ -72,7 +81,7 @@ class EpisodeStore:
         self.chunk_bytes = chunk_bytes if max_bytes is None else min(chunk_bytes, max(1, max_bytes // 8))
         self.compression = choose_compression(compression)
         self._compress = compressor(self.compression)
-        self._say = say
+        self._report = report
         self._lock: RunLock | None = None
         self._index: FileIO | None = None
         self._chunk: FileIO | None = None  # the chunk that is being written
@@ -81,53 +90,56 @@ class EpisodeStore:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"episodes cannot be kept in {folder}: {error}") from None
+                raise ConfigError(f"{folder} cannot be created ({error}); set another folder") from None
             self._lock = RunLock(folder).acquire()
-        self.leftover = fresh
+        self.has_stale_files = fresh
         self.layout = self._check_layout(layout)
         self._reader = ChunkReader(folder, threads)
-        self.lost: list[Lost] = []
-        self.take(Recovered(EpisodeTable()) if fresh else recover(folder, index=index, verify=verify))
+        self.lost: list[LostFile] = []
+        self.load(Recovered(EpisodeTable()) if fresh else recover(folder, index=index, verify=verify))
 
     def _check_layout(self, wanted: RowLayout) -> RowLayout:
-        """The layout of the folder, which a writer makes if there is none."""
+        """Return the layout of the folder; a writer creates it if it is missing."""
         if self.read_only:
             return wanted
-        if self.leftover or not (self.folder / LAYOUT).exists():
+        if self.has_stale_files or not (self.folder / LAYOUT).exists():
             write_layout(self.folder, wanted)
             return wanted
         there = read_layout(self.folder)
         differ = differences(wanted.columns, there.columns)
         if wanted.action and there.action and wanted.action != there.action:
-            differ = [*differ, f"actions are {wanted.action} here and {there.action} there"]
+            differ = [
+                *differ,
+                f"actions are {wanted.action} in this run and {there.action} in the stored data",
+            ]
         if differ:
             raise ConfigError(
-                f"the episodes in {self.folder} are of another kind: {'; '.join(differ)}. Use another folder."
+                f"{self.folder} has episodes with other columns or actions ({'; '.join(differ)}); use another folder"
             )
         return there
 
     # ---------------------------------------------------------------- opening
 
-    def take(self, found: Recovered, *, quiet: bool = False) -> None:
-        """Go on with what was found in the folder; a writer also tidies up there."""
+    def load(self, found: Recovered, *, quiet: bool = False) -> None:
+        """Use the recovered contents of the folder; a writer also removes unused files."""
         self.table, self.seals, self.lost = found.table, found.seals, found.lost
         for note in [] if quiet else [*found.notes, *(f"{lost}: lost" for lost in found.lost)]:
-            self._say(f"episodes: {note}")
+            self._report(f"episodes: {note}")
         files = chunk_files(self.folder)
         self.next_chunk = max([-1, *files, *self.seals]) + 1
-        self._sizes = {} if self.leftover else {n: path.stat().st_size for n, path in files.items()}
+        self._sizes = {} if self.has_stale_files else {n: path.stat().st_size for n, path in files.items()}
         self._chunk_size = 0
-        if not self.read_only and not self.leftover:
-            self._tidy(found, files)
+        if not self.read_only and not self.has_stale_files:
+            self._clean_up(found, files)
 
-    def _tidy(self, found: Recovered, files: dict[int, Path]) -> None:
+    def _clean_up(self, found: Recovered, files: dict[int, Path]) -> None:
         rows, chunks = self.table.column("rows"), self.table.column("chunk")
         used = set(chunks[rows > 0].tolist())
         damaged = set(chunks[(rows == 0) & (self.table.column("size") > 0)].tolist())
         sealed = []
         for chunk, path in files.items():
             if chunk not in used:
-                if chunk in damaged:  # perhaps a person can make something of it
+                if chunk in damaged:  # keep it for a manual repair
                     path.rename(path.with_name(path.name + ".damaged"))
                 else:
                     path.unlink()
@@ -138,16 +150,16 @@ class EpisodeStore:
                 self._sizes[chunk] = path.stat().st_size
                 self.seals[chunk] = Seal(chunk, self._sizes[chunk], crc32_of(path))
                 sealed.append(self.seals[chunk])
-        if found.index_is_whole and not found.lost and found.index_records:
+        if found.index_is_complete and not found.lost and found.index_records:
             self._index = FileIO(self.folder / INDEX, "r+")
             self._index_size, self._index_records = found.index_size, found.index_records
             self._log(sealed)
         else:
             self._rewrite_index()
-        self._trim()
+        self._enforce_limits()
 
     def close(self) -> None:
-        """Seal what is being written, and let others in."""
+        """Seal the current chunk, close all files and release the lock."""
         self.seal()
         self.stop_writing()
         self._reader.close()
@@ -155,27 +167,27 @@ class EpisodeStore:
             self._lock.release()
 
     def stop_writing(self) -> None:
-        """Let go of the files, as they are: they are about to be closed or replaced."""
+        """Close the files without sealing the current chunk."""
         for file in (self._chunk, self._index):
             if file is not None:
                 file.close()
         self._chunk = self._index = None
         for chunk in list(self._sizes):
-            self._reader.forget(chunk)
+            self._reader.close_file(chunk)
 
     # ---------------------------------------------------------------- writing
 
     def append(
         self, rows: Bytes, count: int, *, stream: int, start: int, flags: int, total_reward: float
     ) -> int:
-        """Store an episode and keep the budget; returns its number. rows: column -> (count, bytes)"""
-        if self.leftover:
-            self.start_empty()
+        """Store an episode, enforce the limits and return its number. rows: column -> (count, bytes)"""
+        if self.has_stale_files:
+            self.delete_stale_files()
         step = self.layout.block_rows
         blocks = [
             self._compress(self.layout.pack(rows, k, min(k + step, count))) for k in range(0, count, step)
         ]
-        episode = Episode(
+        episode = EpisodeRecord(
             number=self.table.end,
             chunk=self.next_chunk - 1,
             offset=self._chunk_size,
@@ -183,7 +195,7 @@ class EpisodeStore:
             start=start,
             rows=count,
             flags=flags,
-            codec=NUMBERS[self.compression],
+            codec=CODEC_NUMBERS[self.compression],
             total_reward=total_reward,
             blocks=tuple((len(block), zlib.crc32(block)) for block in blocks),
         )
@@ -203,18 +215,18 @@ class EpisodeStore:
         self._chunk_crc = zlib.crc32(data, self._chunk_crc)
         self._sizes[episode.chunk] = self._chunk_size
         self.table.extend([episode])
-        self._trim()
+        self._enforce_limits()
         return episode.number
 
-    def start_empty(self) -> None:
-        """Delete what was in the folder before."""
+    def delete_stale_files(self) -> None:
+        """Delete the episodes of earlier runs (see `fresh`)."""
         for path in chunk_files(self.folder).values():
             path.unlink()
-        self.leftover = False
+        self.has_stale_files = False
         self._rewrite_index()
 
     def seal(self) -> None:
-        """Complete the chunk that is being written, and bring it to the disk; the next episode begins another."""
+        """Finish the current chunk and flush it to disk; the next episode starts a new chunk."""
         if self._chunk is None:
             return
         number = self.next_chunk - 1
@@ -222,7 +234,7 @@ class EpisodeStore:
             os.fsync(self._chunk.fileno())
             self._chunk.close()
         except OSError as error:
-            raise self._no_room(error) from error
+            raise self._write_error(error) from error
         self._chunk = None
         if not self._chunk_size:
             chunk_path(self.folder, number).unlink()
@@ -238,7 +250,7 @@ class EpisodeStore:
         try:
             self._chunk = FileIO(path, "xb")
         except OSError as error:
-            raise self._no_room(error) from error
+            raise self._write_error(error) from error
         self.next_chunk += 1
         self._chunk_size = self._chunk_crc = 0
 
@@ -250,7 +262,7 @@ class EpisodeStore:
         self._index_records += len(packed)
 
     def _write(self, file: FileIO, data: bytes, size: int) -> None:
-        """Append all of it, or leave the file as it was: `size` bytes."""
+        """Append all data; on an error, truncate the file to its previous `size` bytes."""
         rest = memoryview(data)
         try:
             file.seek(size)
@@ -258,26 +270,27 @@ class EpisodeStore:
                 rest = rest[file.write(rest) or 0 :]
         except OSError as error:
             file.truncate(size)
-            raise self._no_room(error) from error
+            raise self._write_error(error) from error
 
-    def _no_room(self, error: OSError) -> LabError:
+    def _write_error(self, error: OSError) -> LabError:
         return LabError(
-            f"episodes cannot be written to {self.folder}: {error.strerror}; {free_bytes(self.folder) / 1e9:.2f} GB are free "
-            "there. Make room and resume from the last checkpoint, or set max_bytes or another folder."
+            f"{self.folder} cannot be written ({error.strerror}, {free_bytes(self.folder) / 1e9:.2f} GB free); free some "
+            "space and resume from the last checkpoint, or set max_bytes or another folder"
         )
 
-    # ---------------------------------------------------------------- the budget
+    # ---------------------------------------------------------------- limits
 
     @property
     def disk_bytes(self) -> int:
-        """Of all chunk files."""
+        """Size of all chunk files."""
         return sum(self._sizes.values())
 
-    def _trim(self) -> None:
-        """Let the oldest episodes go until the budget is kept; a chunk is deleted with its last one.
+    def _enforce_limits(self) -> None:
+        """Evict the oldest episodes until the limits hold; a chunk is deleted with its last episode.
 
-        What counts is the bytes of the episodes that are kept, with room for one more chunk that is partly unused: so the
-        files stay below `max_bytes`, and which episodes go does not depend on where chunks begin.
+        `max_bytes` is compared with the bytes of the kept episodes plus one chunk, because the oldest chunk
+        may be partly unused. So the files stay below `max_bytes`, and chunk boundaries do not affect which
+        episodes are evicted.
         """
         table, first = self.table, self.table.first
         most = None if self.max_bytes is None else self.max_bytes - self.chunk_bytes
@@ -285,27 +298,26 @@ class EpisodeStore:
             (self.capacity is not None and table.rows > self.capacity)
             or (most is not None and (table.size > most or self.disk_bytes > (self.max_bytes or 0)))
         ):
-            table.forget_oldest()
+            table.evict_oldest()
             self._delete_unused()
         if table.first > first:
-            self._log([First(table.first)])
+            self._log([FirstKept(table.first)])
             if self._index_records > 2 * table.episodes + SPARE_RECORDS:
                 self._rewrite_index()
 
     def _delete_unused(self) -> None:
         oldest = self.table.oldest_chunk()
         for chunk in [chunk for chunk in self._sizes if chunk < oldest]:
-            self._log(
-                [First(self.table.first)]
-            )  # said before it is done: a chunk that is gone is then no loss
-            self._reader.forget(chunk)
+            # Logged before the deletion, so that a missing chunk counts as evicted.
+            self._log([FirstKept(self.table.first)])
+            self._reader.close_file(chunk)
             chunk_path(self.folder, chunk).unlink(missing_ok=True)
             self._sizes.pop(chunk)
             self.seals.pop(chunk, None)
 
     def write_index(self, path: Path) -> tuple[int, int]:
-        """An index of what there is now, without what is past; returns bytes and crc32."""
-        records: list[Record] = [First(self.table.first), *self.seals.values()]
+        """Write an index without outdated records; return its bytes and crc32."""
+        records: list[Record] = [FirstKept(self.table.first), *self.seals.values()]
         records += self.table.records(self.table.numbers().tolist())
         return write_atomic(path, lambda file: file.write(b"".join(pack(record) for record in records)))
 
@@ -317,13 +329,13 @@ class EpisodeStore:
             self._index_size, _ = self.write_index(path)
             self._index = FileIO(path, "r+")
         except OSError as error:
-            raise self._no_room(error) from error
+            raise self._write_error(error) from error
         self._index_records = self.table.episodes
 
     # ---------------------------------------------------------------- reading
 
     def read(self, wanted: Iterable[tuple[int, int]]) -> list[Bytes]:
-        """Blocks by (episode, block); DamagedBlock when a file is not what was written."""
+        """Return blocks given by (episode, block); DamagedBlock if a file is damaged."""
         layout, table = self.layout, self.table
         blocks, counts = [], []
         for number, index in wanted:
@@ -331,32 +343,36 @@ class EpisodeStore:
             counts.append(layout.rows_in(index, table.fact(number, "rows")))
             raw = counts[-1] * layout.row_bytes
             blocks.append(
-                Block(table.fact(number, "chunk"), offset, size, crc, table.fact(number, "codec"), raw)
+                BlockLocation(
+                    table.fact(number, "chunk"), offset, size, crc, table.fact(number, "codec"), raw
+                )
             )
         return [layout.unpack(data, count) for data, count in zip(self._reader.read(blocks), counts)]
 
-    def drop_damaged(self, damage: DamagedBlock) -> Lost:
-        """Check the whole chunk in which damage was met, and do without its damaged episodes from now on."""
-        before, found = self.table.episodes, list[Lost]()
+    def drop_damaged(self, damage: DamagedBlock) -> LostFile:
+        """Check all blocks of a damaged chunk and remove its damaged episodes."""
+        before, found = self.table.episodes, list[LostFile]()
         numbers = self.table.in_chunk(damage.chunk)
         check_chunks(self.folder, self.table, [damage.chunk], found)
         if (
             self.table.episodes == before
-        ):  # it can be read now: what cannot be trusted is not used all the same
+        ):  # the check found no damage, but the chunk is unreliable: drop it all
             rows = int(self.table.column("rows")[numbers - self.table.first].sum())
             self.table.drop(set(numbers.tolist()))
-            found.append(Lost(str(chunk_path(self.folder, damage.chunk)), rows, damage.reason, len(numbers)))
-        self._reader.forget(damage.chunk)
+            found.append(
+                LostFile(str(chunk_path(self.folder, damage.chunk)), rows, damage.reason, len(numbers))
+            )
+        self._reader.close_file(damage.chunk)
         if not self.read_only:
-            gone = [n for n in numbers.tolist() if not self.table.fact(n, "rows")]
-            self._log([Dropped(number) for number in gone])
+            dropped = [n for n in numbers.tolist() if not self.table.fact(n, "rows")]
+            self._log([DroppedEpisode(number) for number in dropped])
             self.reseal(damage.chunk)
         self.lost += found
-        self._say(f"episodes: {found[0]}: lost; the others are used")
+        self._report(f"episodes: {found[0]}: lost; the other episodes are used")
         return found[0]
 
     def reseal(self, chunk: int) -> None:
-        """Note what a damaged chunk is now; the rest of its episodes is used."""
+        """Seal a damaged chunk again with its current size and checksum; its intact episodes are used."""
         path = chunk_path(self.folder, chunk)
         if path.exists() and chunk in self.seals:
             self.seals[chunk] = Seal(chunk, path.stat().st_size, crc32_of(path))
@@ -364,7 +380,7 @@ class EpisodeStore:
             self._log([self.seals[chunk]])
 
     def files(self) -> dict[str, dict[str, int]]:
-        """Name -> bytes and crc32 of every chunk; all of them are sealed."""
+        """Seal all chunks and return name -> bytes and crc32."""
         self.seal()
         facts: dict[str, dict[str, int]] = {}
         for chunk in sorted(self._sizes):

@@ -1,8 +1,8 @@
-"""Which episodes are stored, where, and which follow one another. Facts only; no rows.
+"""EpisodeTable: number, position and file location of each stored episode; the records of the episode log.
 
-An episode is known by its number: they are counted in the order in which they were closed, and the oldest go first.
-A dropped episode keeps its number, with no rows. Positions are those of RowIndex: every row that was ever added to a
-stream, so two episodes follow one another when one starts at the position where the other ends.
+Episodes are numbered in the order in which they were closed, and the oldest are evicted first. A dropped
+(damaged) episode keeps its number, with 0 rows. Positions are those of RowIndex, which count every row ever
+added to a stream: two episodes are consecutive if one starts at the position where the other ends.
 """
 
 from __future__ import annotations
@@ -17,154 +17,7 @@ from typing import Any
 
 import numpy as np
 
-# --------------------
-# Records of the episode log: what one says, as bytes and back.
-#
-# A record is its length, a checksum, and a body. The index of a folder is nothing but such records, one behind the
-# other; a chunk file has, for each episode, the same record and then its blocks. So the end of a log that was cut off at
-# any byte can be told from what is whole, and an index that is gone can be made again from the chunks.
-
-
-HEAD = struct.Struct("<II")  # bytes of the body, its crc32
-_EPISODE = struct.Struct("<BQIQIQIBBdI")
-_BLOCK = struct.Struct("<II")
-_SEAL = struct.Struct("<BIQI")
-_FIRST = struct.Struct("<BQ")
-_DROPPED = struct.Struct("<BQ")
-LONGEST = 1 << 28  # bytes of a body that can be true
-
-ENDED, BEGINS = 1, 2  # flags: its last row is an end; its first row is the first of an episode
-
-
-class DamagedRecord(Exception):
-    """The bytes from here on are not a record."""
-
-
-@dataclass(frozen=True)
-class Episode:
-    """A stored episode, and where it is."""
-
-    number: int  # episodes are numbered in the order in which they were closed
-    chunk: int
-    offset: int  # of its record in the chunk file
-    stream: int
-    start: int  # position of its first row in the stream
-    rows: int
-    flags: int
-    codec: int
-    total_reward: float
-    blocks: tuple[tuple[int, int], ...]  # bytes and crc32 of each block, as stored
-
-    @property
-    def head_size(self) -> int:
-        """Bytes of the record itself."""
-        return HEAD.size + _EPISODE.size + len(self.blocks) * _BLOCK.size
-
-    @property
-    def size(self) -> int:
-        """Bytes in the chunk: the record and its blocks."""
-        return self.head_size + sum(size for size, _ in self.blocks)
-
-
-@dataclass(frozen=True)
-class Seal:
-    """A chunk that is complete: nothing will be added to it."""
-
-    chunk: int
-    size: int
-    crc: int
-
-
-@dataclass(frozen=True)
-class First:
-    """Episodes before this number have been deleted to keep the budget."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """An episode was found damaged, said to be, and is no longer counted."""
-
-    number: int
-
-
-Record = Episode | Seal | First | Dropped
-
-
-def pack(record: Record) -> bytes:
-    if isinstance(record, Episode):
-        e = record
-        body = _EPISODE.pack(
-            0,
-            e.number,
-            e.chunk,
-            e.offset,
-            e.stream,
-            e.start,
-            e.rows,
-            e.flags,
-            e.codec,
-            e.total_reward,
-            len(e.blocks),
-        ) + b"".join(_BLOCK.pack(size, crc) for size, crc in e.blocks)
-    elif isinstance(record, Seal):
-        body = _SEAL.pack(1, record.chunk, record.size, record.crc)
-    elif isinstance(record, First):
-        body = _FIRST.pack(2, record.number)
-    else:
-        body = _DROPPED.pack(3, record.number)
-    return HEAD.pack(len(body), zlib.crc32(body)) + body
-
-
-def unpack(data: bytes | memoryview, position: int) -> tuple[Record, int]:
-    """The record at a position, and the position after it; DamagedRecord when there is none that is whole."""
-    if position + HEAD.size > len(data):
-        raise DamagedRecord("it is cut off")
-    length, crc = HEAD.unpack_from(data, position)
-    begin = position + HEAD.size
-    if length > LONGEST or begin + length > len(data):
-        raise DamagedRecord("it is cut off")
-    body = data[begin : begin + length]
-    if zlib.crc32(body) != crc:
-        raise DamagedRecord("its checksum is wrong")
-    try:
-        return _parse(body), begin + length
-    except (struct.error, ValueError, IndexError) as error:
-        raise DamagedRecord(str(error)) from None
-
-
-def _parse(body: bytes | memoryview) -> Record:
-    kind = body[0]
-    if kind == 0:
-        _, number, chunk, offset, stream, start, rows, flags, codec, reward, count = _EPISODE.unpack_from(
-            body
-        )
-        blocks = tuple(_BLOCK.iter_unpack(body[_EPISODE.size :]))
-        if len(blocks) != count or not rows:
-            raise ValueError("an episode with a wrong number of blocks")
-        return Episode(number, chunk, offset, stream, start, rows, flags, codec, reward, blocks)
-    if kind == 1:
-        return Seal(*_SEAL.unpack(body)[1:])
-    if kind == 2:
-        return First(_FIRST.unpack(body)[1])
-    if kind == 3:
-        return Dropped(_DROPPED.unpack(body)[1])
-    raise ValueError(f"a record of kind {kind}")
-
-
-def read_log(data: bytes) -> tuple[list[Record], int]:
-    """The whole records at the beginning of a log, and how many bytes they are."""
-    records: list[Record] = []
-    position, view = 0, memoryview(data)
-    try:
-        while position < len(data):
-            record, position = unpack(view, position)
-            records.append(record)
-    except DamagedRecord:
-        pass
-    return records, position
-
+ENDED, BEGINS = 1, 2  # flags: the last row is an end; the first row has is_first
 
 _FIELDS = {
     "stream": np.int32,
@@ -176,119 +29,45 @@ _FIELDS = {
     "codec": np.uint8,
     "reward": np.float64,
     "size": np.int64,
-    "block": np.int64,  # its first block among all blocks
+    "block": np.int64,  # index of the first block among all blocks
     "blocks": np.int32,
 }
 
 
-class Growing:
-    """An array that grows at its end, and may forget its beginning. Index 0 is the first that is left."""
-
-    def __init__(self, dtype: type) -> None:
-        self._data: np.ndarray = np.zeros(64, dtype=dtype)
-        self._begin = self._end = 0
-
-    def __len__(self) -> int:
-        return self._end - self._begin
-
-    @property
-    def view(self) -> np.ndarray:
-        return self._data[self._begin : self._end]
-
-    def extend(self, values: Sequence[float] | np.ndarray) -> None:
-        if self._end + len(values) > len(self._data):
-            kept = self.view.copy()
-            self._data = np.zeros(max(64, 2 * (len(kept) + len(values))), dtype=self._data.dtype)
-            self._begin, self._end = 0, len(kept)
-            self._data[: self._end] = kept
-        self._data[self._end : self._end + len(values)] = values
-        self._end += len(values)
-
-    def forget(self, count: int) -> None:
-        self._begin += count
-
-
-class StreamEpisodes:
-    """The episodes of one stream in the order of their positions, and the runs without a gap that they form."""
-
-    def __init__(self) -> None:
-        self.starts, self.numbers, self.ends = array("q"), array("q"), array("q")
-        self._head = 0
-        self.runs: list[list[int]] = []  # [first position, position after the last]
-
-    def __len__(self) -> int:
-        return len(self.starts) - self._head
-
-    def append(self, number: int, start: int, rows: int) -> None:
-        self.starts.append(start)
-        self.numbers.append(number)
-        self.ends.append(start + rows)
-        if self.runs and self.runs[-1][1] == start:
-            self.runs[-1][1] = start + rows
-        else:
-            self.runs.append([start, start + rows])
-
-    def forget_oldest(self) -> None:
-        self.runs[0][0] = self.ends[self._head]
-        if self.runs[0][0] == self.runs[0][1]:
-            self.runs.pop(0)
-        self._head += 1
-        if self._head > 1024 and 2 * self._head > len(self.starts):
-            for values in (self.starts, self.numbers, self.ends):
-                del values[: self._head]
-            self._head = 0
-
-    def remove(self, numbers: set[int]) -> None:
-        kept = [entry for entry in self.entries() if entry[0] not in numbers]
-        self.__init__()  # type: ignore[misc]
-        for number, start, rows in kept:
-            self.append(number, start, rows)
-
-    def entries(self) -> Iterator[tuple[int, int, int]]:
-        """Number, start and rows of each."""
-        for k in range(self._head, len(self.starts)):
-            yield self.numbers[k], self.starts[k], self.ends[k] - self.starts[k]
-
-    def at(self, position: int) -> int:
-        """Number of the episode that holds a position; -1: none."""
-        k = bisect_right(self.starts, position, self._head) - 1
-        return self.numbers[k] if k >= self._head and position < self.ends[k] else -1
-
-
 class EpisodeTable:
-    """All stored episodes: numbers `first` … `end`."""
+    """All stored episodes, with the numbers `first` … `end`. It holds no rows."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
-        self._columns = {name: Growing(dtype) for name, dtype in _FIELDS.items()}
-        self._block_sizes, self._block_crcs = Growing(np.uint32), Growing(np.uint32)
-        self._block_offsets = Growing(np.int64)  # in the chunk
-        self._forgotten_blocks = 0
+        self._columns = {name: GrowingArray(dtype) for name, dtype in _FIELDS.items()}
+        self._block_sizes, self._block_crcs = GrowingArray(np.uint32), GrowingArray(np.uint32)
+        self._block_offsets = GrowingArray(np.int64)  # in the chunk
+        self._evicted_blocks = 0
         self.streams: dict[int, StreamEpisodes] = {}
         self.rows = 0  # of all episodes
-        self.episodes = 0  # that are not dropped
+        self.episodes = 0  # without dropped ones
         self.size = 0  # bytes in chunks
-        self.changes = 0  # counts drops: what was summed up over episodes before must be summed up anew
+        self.changes = 0  # number of drops; after a drop, sums over episodes must be recomputed
 
     @property
     def end(self) -> int:
         return self.first + len(self._columns["rows"])
 
     def column(self, name: str) -> np.ndarray:
-        """A fact about every episode, (end - first,)."""
+        """Return one field of every episode, (end - first,)."""
         return self._columns[name].view
 
     def fact(self, number: int, name: str) -> int:
         return int(self.column(name)[number - self.first])
 
-    def extend(self, episodes: Sequence[Episode]) -> None:
-        """Add the next episodes, whose numbers go on from `end`."""
+    def extend(self, episodes: Sequence[EpisodeRecord]) -> None:
+        """Append episodes, whose numbers start at `end`."""
         if not episodes:
             return
         assert [episode.number for episode in episodes] == list(range(self.end, self.end + len(episodes)))
         counts = np.array([len(episode.blocks) for episode in episodes])
         blocks = np.array([block for episode in episodes for block in episode.blocks], dtype=np.int64)
-        before = self._forgotten_blocks + len(self._block_sizes)
+        before = self._evicted_blocks + len(self._block_sizes)
         facts: dict[str, Any] = {
             "stream": [episode.stream for episode in episodes],
             "start": [episode.start for episode in episodes],
@@ -319,56 +98,56 @@ class EpisodeTable:
         self.episodes += len(episodes)
 
     def skip_to(self, number: int) -> None:
-        """Use up numbers before `number` without episodes."""
+        """Skip the numbers before `number`: they have no episodes."""
         missing = max(0, number - self.end)
         for name, column in self._columns.items():
-            empty = self._forgotten_blocks + len(self._block_sizes) if name == "block" else 0
+            empty = self._evicted_blocks + len(self._block_sizes) if name == "block" else 0
             column.extend(np.full(missing, empty))
 
-    def forget_oldest(self) -> None:
-        """Evict number `first`."""
+    def evict_oldest(self) -> None:
+        """Remove episode `first`."""
         rows = self.fact(self.first, "rows")
         if rows:
             stream = self.fact(self.first, "stream")
-            self.streams[stream].forget_oldest()
+            self.streams[stream].evict_oldest()
             if not len(self.streams[stream]):
                 del self.streams[stream]
-            self._count_out(self.first)
+            self._subtract(self.first)
         blocks = self.fact(self.first, "blocks")
         for values in (self._block_sizes, self._block_crcs, self._block_offsets):
-            values.forget(blocks)
-        self._forgotten_blocks += blocks
+            values.drop_first(blocks)
+        self._evicted_blocks += blocks
         for column in self._columns.values():
-            column.forget(1)
+            column.drop_first(1)
         self.first += 1
 
     def drop(self, numbers: set[int]) -> None:
-        """Take damaged episodes out. Their numbers stay, without rows."""
+        """Remove damaged episodes. They keep their numbers, with 0 rows."""
         present = {n for n in numbers if self.first <= n < self.end and self.fact(n, "rows")}
         for stream in {self.fact(number, "stream") for number in present}:
             self.streams[stream].remove(present)
             if not len(self.streams[stream]):
                 del self.streams[stream]
         for number in present:
-            self._count_out(number)
+            self._subtract(number)
             self._columns["rows"].view[number - self.first] = 0
         self.changes += bool(present)
 
     def block(self, number: int, index: int) -> tuple[int, int, int]:
-        """Offset in the chunk, bytes and crc32 of a block of an episode."""
-        at = int(self.column("block")[number - self.first]) - self._forgotten_blocks + index
+        """Return offset in the chunk, bytes and crc32 of a block of an episode."""
+        at = int(self.column("block")[number - self.first]) - self._evicted_blocks + index
         sizes, crcs, offsets = self._block_sizes.view, self._block_crcs.view, self._block_offsets.view
         return int(offsets[at]), int(sizes[at]), int(crcs[at])
 
-    def records(self, numbers: Iterable[int]) -> Iterator[Episode]:
-        """The whole records of episodes, as they were added."""
+    def records(self, numbers: Iterable[int]) -> Iterator[EpisodeRecord]:
+        """Yield the complete records of episodes."""
         facts = {name: self.column(name).tolist() for name in _FIELDS}
         sizes, crcs = self._block_sizes.view.tolist(), self._block_crcs.view.tolist()
         for number in numbers:
             at = number - self.first
-            begin = facts["block"][at] - self._forgotten_blocks
+            begin = facts["block"][at] - self._evicted_blocks
             end = begin + facts["blocks"][at]
-            yield Episode(
+            yield EpisodeRecord(
                 number=number,
                 chunk=facts["chunk"][at],
                 offset=facts["offset"][at],
@@ -382,23 +161,243 @@ class EpisodeTable:
             )
 
     def numbers(self) -> np.ndarray:
-        """Numbers of the episodes that have rows."""
+        """Return the numbers of the episodes that have rows."""
         return self.first + np.flatnonzero(self.column("rows"))
 
     def in_chunk(self, chunk: int) -> np.ndarray:
-        """Numbers of the episodes of a chunk that have rows."""
+        """Return the numbers of the episodes of a chunk that have rows."""
         return self.first + np.flatnonzero((self.column("chunk") == chunk) & (self.column("rows") > 0))
 
     def oldest_chunk(self) -> int:
-        """Number of the oldest chunk that holds an episode; a large number when there is none."""
+        """Return the number of the oldest chunk with an episode; a large number if there is none."""
         rows, chunk = self.column("rows"), self.column("chunk")
         return next((int(chunk[k]) for k in range(len(rows)) if rows[k]), 1 << 62)
 
     def ended(self) -> np.ndarray:
-        """(end - first,) bool: episodes whose last row is an end."""
+        """Return which episodes ended with a terminated or truncated row, (end - first,) bool."""
         return (self.column("flags") & ENDED).astype(bool) & (self.column("rows") > 0)
 
-    def _count_out(self, number: int) -> None:
+    def _subtract(self, number: int) -> None:
         self.rows -= self.fact(number, "rows")
         self.size -= self.fact(number, "size")
         self.episodes -= 1
+
+
+class GrowingArray:
+    """An array that grows at its end and can drop its first elements. Index 0 is the first kept element."""
+
+    def __init__(self, dtype: type) -> None:
+        self._data: np.ndarray = np.zeros(64, dtype=dtype)
+        self._begin = self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    @property
+    def view(self) -> np.ndarray:
+        return self._data[self._begin : self._end]
+
+    def extend(self, values: Sequence[float] | np.ndarray) -> None:
+        if self._end + len(values) > len(self._data):
+            kept = self.view.copy()
+            self._data = np.zeros(max(64, 2 * (len(kept) + len(values))), dtype=self._data.dtype)
+            self._begin, self._end = 0, len(kept)
+            self._data[: self._end] = kept
+        self._data[self._end : self._end + len(values)] = values
+        self._end += len(values)
+
+    def drop_first(self, count: int) -> None:
+        self._begin += count
+
+
+class StreamEpisodes:
+    """The episodes of one stream, sorted by position, and the runs of consecutive episodes."""
+
+    def __init__(self) -> None:
+        self.starts, self.numbers, self.ends = array("q"), array("q"), array("q")
+        self._head = 0
+        self.runs: list[list[int]] = []  # [first position, position after the last]
+
+    def __len__(self) -> int:
+        return len(self.starts) - self._head
+
+    def append(self, number: int, start: int, rows: int) -> None:
+        self.starts.append(start)
+        self.numbers.append(number)
+        self.ends.append(start + rows)
+        if self.runs and self.runs[-1][1] == start:
+            self.runs[-1][1] = start + rows
+        else:
+            self.runs.append([start, start + rows])
+
+    def evict_oldest(self) -> None:
+        self.runs[0][0] = self.ends[self._head]
+        if self.runs[0][0] == self.runs[0][1]:
+            self.runs.pop(0)
+        self._head += 1
+        if self._head > 1024 and 2 * self._head > len(self.starts):
+            for values in (self.starts, self.numbers, self.ends):
+                del values[: self._head]
+            self._head = 0
+
+    def remove(self, numbers: set[int]) -> None:
+        kept = [entry for entry in self.entries() if entry[0] not in numbers]
+        self.__init__()  # type: ignore[misc]
+        for number, start, rows in kept:
+            self.append(number, start, rows)
+
+    def entries(self) -> Iterator[tuple[int, int, int]]:
+        """Yield number, start and rows of each episode."""
+        for k in range(self._head, len(self.starts)):
+            yield self.numbers[k], self.starts[k], self.ends[k] - self.starts[k]
+
+    def at(self, position: int) -> int:
+        """Return the number of the episode at a position, or -1."""
+        k = bisect_right(self.starts, position, self._head) - 1
+        return self.numbers[k] if k >= self._head and position < self.ends[k] else -1
+
+
+# --- Log records --------------------------------------------------------------------------------
+
+# A record has a length, a checksum and a body. The index is a sequence of records; a chunk file has, for each
+# episode, the same record followed by its blocks. So a truncated log is detected at any byte, and a missing
+# index can be rebuilt from the chunks.
+
+
+HEAD = struct.Struct("<II")  # bytes of the body, its crc32
+_EPISODE = struct.Struct("<BQIQIQIBBdI")
+_BLOCK = struct.Struct("<II")
+_SEAL = struct.Struct("<BIQI")
+_FIRST = struct.Struct("<BQ")
+_DROPPED = struct.Struct("<BQ")
+MAX_BODY_BYTES = 1 << 28  # a longer body is damaged
+
+
+class DamagedRecord(Exception):
+    """The bytes are not a complete record."""
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """A stored episode and its location."""
+
+    number: int
+    chunk: int
+    offset: int  # of its record in the chunk file
+    stream: int
+    start: int  # position of its first row in the stream
+    rows: int
+    flags: int
+    codec: int
+    total_reward: float
+    blocks: tuple[tuple[int, int], ...]  # stored bytes and crc32 of each block
+
+    @property
+    def head_size(self) -> int:
+        """Bytes of the record."""
+        return HEAD.size + _EPISODE.size + len(self.blocks) * _BLOCK.size
+
+    @property
+    def size(self) -> int:
+        """Bytes of the record and its blocks."""
+        return self.head_size + sum(size for size, _ in self.blocks)
+
+
+@dataclass(frozen=True)
+class Seal:
+    """A complete chunk, with its size and checksum."""
+
+    chunk: int
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class FirstKept:
+    """Episodes before this number were evicted."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class DroppedEpisode:
+    """A damaged episode that was reported and removed from the table."""
+
+    number: int
+
+
+Record = EpisodeRecord | Seal | FirstKept | DroppedEpisode
+
+
+def pack(record: Record) -> bytes:
+    if isinstance(record, EpisodeRecord):
+        e = record
+        body = _EPISODE.pack(
+            0,
+            e.number,
+            e.chunk,
+            e.offset,
+            e.stream,
+            e.start,
+            e.rows,
+            e.flags,
+            e.codec,
+            e.total_reward,
+            len(e.blocks),
+        ) + b"".join(_BLOCK.pack(size, crc) for size, crc in e.blocks)
+    elif isinstance(record, Seal):
+        body = _SEAL.pack(1, record.chunk, record.size, record.crc)
+    elif isinstance(record, FirstKept):
+        body = _FIRST.pack(2, record.number)
+    else:
+        body = _DROPPED.pack(3, record.number)
+    return HEAD.pack(len(body), zlib.crc32(body)) + body
+
+
+def unpack(data: bytes | memoryview, position: int) -> tuple[Record, int]:
+    """Return the record at a position and the position after it; DamagedRecord if it is not complete."""
+    if position + HEAD.size > len(data):
+        raise DamagedRecord("it is cut off")
+    length, crc = HEAD.unpack_from(data, position)
+    begin = position + HEAD.size
+    if length > MAX_BODY_BYTES or begin + length > len(data):
+        raise DamagedRecord("it is cut off")
+    body = data[begin : begin + length]
+    if zlib.crc32(body) != crc:
+        raise DamagedRecord("its checksum is wrong")
+    try:
+        return _parse(body), begin + length
+    except (struct.error, ValueError, IndexError) as error:
+        raise DamagedRecord(str(error)) from None
+
+
+def _parse(body: bytes | memoryview) -> Record:
+    kind = body[0]
+    if kind == 0:
+        _, number, chunk, offset, stream, start, rows, flags, codec, reward, count = _EPISODE.unpack_from(
+            body
+        )
+        blocks = tuple(_BLOCK.iter_unpack(body[_EPISODE.size :]))
+        if len(blocks) != count or not rows:
+            raise ValueError("an episode with a wrong number of blocks")
+        return EpisodeRecord(number, chunk, offset, stream, start, rows, flags, codec, reward, blocks)
+    if kind == 1:
+        return Seal(*_SEAL.unpack(body)[1:])
+    if kind == 2:
+        return FirstKept(_FIRST.unpack(body)[1])
+    if kind == 3:
+        return DroppedEpisode(_DROPPED.unpack(body)[1])
+    raise ValueError(f"a record of kind {kind}")
+
+
+def read_log(data: bytes) -> tuple[list[Record], int]:
+    """Return the complete records at the beginning of a log, and their size in bytes."""
+    records: list[Record] = []
+    position, view = 0, memoryview(data)
+    try:
+        while position < len(data):
+            record, position = unpack(view, position)
+            records.append(record)
+    except DamagedRecord:
+        pass
+    return records, position

@@ -1,4 +1,4 @@
-"""Rows as they arrive, cut into episodes: each is written to disk when it ends."""
+"""EpisodeWriter: writes each episode to disk when it ends. OpenEpisodes: rows of unfinished episodes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from rl_lab.buffers.row_layout import Bytes, RowLayout
 from rl_lab.errors import ConfigError
 from rl_lab.records import ArraySpec
 
-# --------------------
-# Episodes that are still going on: their rows, in memory, until they end and are written to disk.
-
-
-FEWEST = 64  # rows per stream that memory is made for at first
+INITIAL_ROWS = 64  # rows per stream that are allocated first
 
 
 class OpenEpisodes:
-    """The newest rows of N streams in lock step, as far back as the longest open episode begins."""
+    """Rows of the episodes that have not ended, in memory, for N streams that advance together."""
 
     def __init__(self, layout: RowLayout, num_streams: int, cursor: int = 0) -> None:
         self.layout = layout
@@ -33,10 +29,10 @@ class OpenEpisodes:
         self.begins = np.zeros(num_streams, dtype=bool)  # whether that row is the first of an episode
         self._room = 0
         self._rings: Bytes = {}  # (N, room, bytes)
-        self._make(FEWEST)
+        self._make(INITIAL_ROWS)
 
     def rows(self) -> np.ndarray:
-        """(N,) rows of each open episode."""
+        """Return the number of rows of each open episode, (N,)."""
         return np.where(self.begin < 0, 0, self.cursor - self.begin)
 
     @property
@@ -44,13 +40,13 @@ class OpenEpisodes:
         return sum(ring.nbytes for ring in self._rings.values())
 
     def start(self, is_first: np.ndarray) -> None:
-        """The next row begins an episode wherever none is open. is_first: (N,) of that row"""
+        """Start an episode with the next row in each stream without one. is_first: (N,) of that row"""
         none = self.begin < 0
         self.begin[none] = self.cursor
         self.begins[none] = is_first[none]
 
     def put(self, rows: Bytes) -> None:
-        """Add rows to every stream. rows: column -> (N, count, bytes)"""
+        """Append rows to every stream. rows: column -> (N, count, bytes)"""
         count = next(iter(rows.values())).shape[1]
         needed = int(self.rows().max(initial=0)) + count
         if needed > self._room:
@@ -64,12 +60,12 @@ class OpenEpisodes:
         self.cursor += count
 
     def read(self, stream: int, first: int, last: int) -> Bytes:
-        """Rows first … last (positions) of a stream, column -> (count, bytes), copied."""
+        """Return a copy of the rows at positions first … last of a stream, column -> (count, bytes)."""
         slots = np.arange(first, last) % self._room
         return {name: ring[stream, slots] for name, ring in self._rings.items()}
 
     def write(self, stream: int, first: int, rows: Bytes) -> None:
-        """Replace columns of rows that are there. rows: column -> (count, bytes)"""
+        """Replace columns of stored rows. rows: column -> (count, bytes)"""
         for name, value in rows.items():
             self._rings[name][stream, np.arange(first, first + len(value)) % self._room] = value
 
@@ -77,7 +73,7 @@ class OpenEpisodes:
         self.begin[stream] = -1
 
     def _make(self, room: int) -> None:
-        """Memory for `room` rows per stream, with the rows there are."""
+        """Allocate `room` rows per stream and copy the stored rows."""
         kept = np.arange(self.cursor - int(self.rows().max(initial=0)), self.cursor)
         old, old_room = self._rings, self._room
         self._room = room
@@ -89,7 +85,7 @@ class OpenEpisodes:
             self._rings[name][:, kept % room] = ring[:, kept % old_room]
 
     def get_state(self) -> dict[str, Any]:
-        """Everything, as tensors: rows of all open episodes one behind the other."""
+        """Return the state as tensors; the rows of all open episodes are concatenated."""
         rows = {name: [] for name in self.layout.columns}  # type: dict[str, list[np.ndarray]]
         for stream in np.flatnonzero(self.begin >= 0).tolist():
             for name, value in self.read(stream, int(self.begin[stream]), self.cursor).items():
@@ -111,7 +107,7 @@ class OpenEpisodes:
         self.begins = state["begins"].numpy().copy()
         self._rings, self._room = {}, 0
         lengths = self.rows()
-        self._make(max(FEWEST, int(lengths.max(initial=0))))
+        self._make(max(INITIAL_ROWS, int(lengths.max(initial=0))))
         done = 0
         for stream in np.flatnonzero(lengths).tolist():
             count = int(lengths[stream])
@@ -120,16 +116,16 @@ class OpenEpisodes:
             done += count
 
 
-PART_BYTES = 64 << 20  # of an open episode, before it is stored in parts
-LONGEST_PART = 100_000  # rows
+PART_BYTES = 64 << 20  # a larger open episode is stored in parts
+MAX_PART_ROWS = 100_000  # rows
 
 
 class EpisodeWriter:
-    """Takes rows of N streams in lock step.
+    """Receives rows of N streams that advance together.
 
-    max_rows:  a longer episode is stored in parts; None: what makes 64 MB
-    on_closed: (number, stream) of an episode that was just stored
-    on_rows:   (position of the first row, whether each begins what is stored as an episode, (N, T)) of rows just added
+    max_rows:  a longer episode is stored in parts; None: about 64 MB
+    on_closed: called with (number, stream) after an episode was stored
+    on_rows:   called after an add with (position of the first row, (N, T) whether a row begins an episode)
     """
 
     def __init__(
@@ -142,9 +138,9 @@ class EpisodeWriter:
         on_rows: Callable[[int, np.ndarray], None],
     ) -> None:
         self._store, self._open = store, unfinished
-        usual = min(LONGEST_PART, max(1024, PART_BYTES // store.layout.row_bytes))
-        self._longest = usual if max_rows is None else int(max_rows)
-        if self._longest < 1:
+        usual = min(MAX_PART_ROWS, max(1024, PART_BYTES // store.layout.row_bytes))
+        self._max_rows = usual if max_rows is None else int(max_rows)
+        if self._max_rows < 1:
             raise ConfigError(f"max_episode_rows must be above 0, not {max_rows}")
         self._on_closed, self._on_rows = on_closed, on_rows
 
@@ -157,15 +153,15 @@ class EpisodeWriter:
         step = 0
         while step < steps:
             for stream in np.flatnonzero(first[:, step] & (self._open.begin >= 0)).tolist():
-                self._close(stream, ended=False)  # it was cut off
+                self._close(stream, ended=False)  # a reset without an end
             begins = self._open.begin < 0
             self._open.start(first[:, step])
-            room = self._longest - int(self._open.rows().max())
+            room = self._max_rows - int(self._open.rows().max())
             end = min(int(stops[np.searchsorted(stops, step, side="right")]), step + room)
             begin = self._open.cursor
             self._open.put({name: value[:, step:end] for name, value in packed.items()})
             over = ended[:, end - 1]
-            for stream in np.flatnonzero(over | (self._open.rows() >= self._longest)).tolist():
+            for stream in np.flatnonzero(over | (self._open.rows() >= self._max_rows)).tolist():
                 self._close(stream, ended=bool(over[stream]))
             starts = first[:, step:end].copy()
             starts[:, 0] |= begins
@@ -173,14 +169,14 @@ class EpisodeWriter:
             step = end
 
     def _as_bytes(self, rows: Mapping[str, Array]) -> tuple[Bytes, np.ndarray, np.ndarray]:
-        """Rows as bytes (N, T, …), and which of them begin and end an episode, (N, T)."""
+        """Return the rows as bytes (N, T, …), and which of them begin and end an episode, (N, T)."""
         layout, streams = self._store.layout, self._open.num_streams
         missing = [name for name in layout.columns if name not in rows]
         unknown = [name for name in rows if name not in layout.columns]
         if missing or unknown:
-            fault = f"lacks column '{missing[0]}'" if missing else f"has an unknown column '{unknown[0]}'"
+            fault = f"'{missing[0]}' is missing" if missing else f"'{unknown[0]}' is unknown"
             raise ConfigError(
-                f"a row {fault}: rows bring {sorted(rows)}, the buffer stores {sorted(layout.columns)}"
+                f"column {fault}: the rows have {sorted(rows)}, but the buffer stores {sorted(layout.columns)}"
             )
         name, value = next(iter(rows.items()))
         timed = value.ndim == len(layout.columns[name].shape) + 2

@@ -1,1 +1,1 @@
-"""controllers."""
+"""Policies, critics, planners and evolution strategies that a config can name."""

@@ -1,8 +1,8 @@
-"""CMA-ES, through the package `cma` (Hansen's pycma), as something that a checkpoint can hold.
+"""CMA-ES with the package `cma` (Hansen's pycma), in a form that checkpoints can store.
 
-What is kept is not the strategy's inner arrays, which belong to a version of the package, but what made them: the
-start, the seed of its normal numbers, and the fitness of every candidate. A resumed run asks and tells through that
-history once more (hundredths to tenths of a second a generation at 867 parameters) and stands where it stood, bit for bit.
+A checkpoint does not hold the strategy's arrays, which depend on the version of the package, but its start,
+its seed and the fitness of every candidate. A resumed run replays this history (hundredths to tenths of a
+second per generation with 867 parameters) and reaches the same state bit for bit.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.errors import CheckpointError, ConfigError, MissingPackageError
-from rl_lab.utils.install import install_line
+from rl_lab.errors import CheckpointError, ConfigError, MissingPackageError, install_line
 
 
 class CMAES:
-    """Ask for candidates, tell their fitness (higher is better).
+    """Ask-and-tell interface; higher fitness is better.
 
-    population: candidates of a generation
-    sigma:      their deviation at the start
-    diagonal:   only variances, no covariances: for many parameters and few generations
+    population: candidates per generation
+    sigma:      initial standard deviation of the candidates
+    diagonal:   diagonal covariance matrix: for many parameters and few generations
     """
 
     def __init__(self, *, population: int = 64, sigma: float = 0.1, diagonal: bool = False) -> None:
         if population < 2 or not sigma > 0.0:
-            raise ConfigError(f"CMA-ES needs population >= 2 and sigma > 0, not {population} and {sigma}")
+            raise ConfigError(
+                f"population={population} and sigma={sigma} of CMA-ES must be at least 2 and above 0"
+            )
         self.population = population
         self.sigma = sigma
         self.diagonal = diagonal
@@ -42,7 +43,7 @@ class CMAES:
         return len(self._fitness)
 
     def start(self, mean: torch.Tensor, seed: int) -> None:
-        """Begin anew around `mean` (D,)."""
+        """Start a new search around `mean` (D,)."""
         self._start = {
             "mean": mean.detach().to("cpu", torch.float64, copy=True),
             "seed": seed,
@@ -54,13 +55,13 @@ class CMAES:
         self._strategy = self._asked = None
 
     def ask(self) -> torch.Tensor:
-        """Candidates of the next generation, (population, D) float32. Asked twice, they are the same."""
+        """Candidates of the next generation, (population, D) float32. Repeated calls return the same ones."""
         if self._asked is None:
             self._asked = self._running().ask()
         return torch.from_numpy(np.stack(self._asked)).float()
 
     def tell(self, fitness: torch.Tensor) -> None:
-        """fitness: (population,) of the candidates last asked for. One that is not a number counts as the worst."""
+        """fitness: (population,) of the last `ask`; non-finite values count as the worst."""
         values = fitness.detach().cpu().double().numpy()
         if values.shape != (self._start["population"],):
             raise ValueError(f"fitness of {values.shape} for {self._start['population']} candidates")
@@ -71,35 +72,35 @@ class CMAES:
 
     @property
     def mean(self) -> torch.Tensor:
-        """Centre of the distribution, (D,) float32: the best guess so far."""
+        """Mean of the distribution, (D,) float32: the current best estimate."""
         return torch.from_numpy(np.array(self._running().mean)).float()
 
     @property
     def step_size(self) -> float:
-        """The overall deviation now."""
+        """The current overall standard deviation."""
         return float(self._running().sigma)
 
     # ---------------------------------------------------------------- checkpoint
 
     def get_state(self) -> dict[str, Any]:
-        """How it began and every fitness since, (G, population)."""
+        """The start, and the fitness of all generations (G, population)."""
         told = torch.from_numpy(np.stack(self._fitness)) if self._fitness else None
         return {**self._start, "fitness": told}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` gave; the history is gone through when it is first needed."""
+        """Load the result of `get_state`; the history is replayed when the strategy is first needed."""
         self._start = {key: value for key, value in state.items() if key != "fitness"}
         told = state["fitness"]
         self._fitness = [] if told is None else list(told.double().numpy())
         self._strategy = self._asked = None
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- internals
 
     def _running(self) -> Any:
-        """The package's strategy, brought to where the history ends."""
+        """The strategy of the package, after replaying the history."""
         if self._strategy is None:
             if not self._start:
-                raise CheckpointError("CMA-ES was asked before it was started")
+                raise CheckpointError("CMA-ES has no start: call `start` or `set_state` first")
             history, self._fitness = self._fitness, []
             self._strategy = self._make()
             for fitness in history:
@@ -123,7 +124,7 @@ class CMAES:
         options = {
             "popsize": self._start["population"],
             "CMA_diagonal": self._start["diagonal"],
-            # Its own numbers: numpy's global generator stays as it is.
+            # Its own generator, so that numpy's global one is not used.
             "randn": lambda *shape: generator.standard_normal(shape),
             "seed": np.nan,
             "verbose": -9,

@@ -1,4 +1,4 @@
-"""Actor and critic of Dreamer: small networks on the latent features of a world model."""
+"""Actor and critic of Dreamer: MLPs on the latent features of a world model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ GRADIENTS = ("reinforce", "dynamics")
 
 
 class DreamerActorController(nn.Module):
-    """Policy for discrete, multi-discrete and continuous actions; carries the scale of its returns.
+    """Policy for discrete, multi-discrete and continuous actions, with its return normalizer.
 
-    gradient: how it learns from dreams, by the chance of its actions or (continuous ones) through what they lead to
+    gradient: estimator of the policy gradient: `reinforce`, or `dynamics`: backpropagation through the
+              imagined rollout (continuous actions only)
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class DreamerActorController(nn.Module):
         features: int,
         units: int,
         layers: int = 3,
-        out_scale: float = 0.01,  # nearly uniform at the start: danijar/dreamerv3 configs.yaml
+        out_scale: float = 0.01,  # nearly uniform initially: danijar/dreamerv3 configs.yaml
         unimix: float = 0.0,
         return_rate: float = 0.01,
         return_low: float = 0.05,
@@ -42,8 +43,8 @@ class DreamerActorController(nn.Module):
         require_choice("controllers.actor.gradient", gradient, GRADIENTS)
         if gradient == "dynamics" and spec.action.kind != "continuous":
             raise ConfigError(
-                f"controllers.actor.gradient=dynamics needs continuous actions, these are {spec.action.kind}: "
-                "a choice has no gradient. Leave it at reinforce"
+                f"controllers.actor.gradient=dynamics needs continuous actions, not {spec.action.kind} ones: "
+                "set it to reinforce"
             )
         self.gradient = gradient
         self.policy = make_policy(spec.action, unimix=unimix)
@@ -59,22 +60,22 @@ class DreamerActorController(nn.Module):
         return self.mlp(feature)
 
     def noise_spec(self, *batch: int) -> NoiseSpec:
-        """Random numbers for one sampled action each: (*batch, k)."""
+        """Random values of one sampled action per element: (*batch, k)."""
         return NoiseSpec((*batch, *self.policy.noise_shape), self.policy.noise_kind)
 
     def sample(self, feature: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """feature: (…, features), noise: (…, k) as `noise_spec` says -> action as stored."""
+        """feature: (…, features), noise: (…, k) as in `noise_spec` -> action as stored."""
         return self.policy.sample(self.mlp(feature), noise)
 
     def frozen(self, dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """`sample` with the weights of this moment, for many steps without gradient."""
+        """`sample` with the current weights, for many steps without gradients."""
         mlp = FrozenMLP(self.mlp, dtype)
         return lambda feature, noise: self.policy.sample(mlp(feature), noise)
 
     def log_prob_and_entropy(
         self, feature: torch.Tensor, action: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each (…), summed over the parts of an action."""
+        """Log probability and entropy, each (…), summed over the parts of an action."""
         return self.policy.log_prob_and_entropy(self.mlp(feature), action)
 
     @torch.no_grad()
@@ -87,8 +88,8 @@ class DreamerActorController(nn.Module):
             action = self.policy.mode(raw)
         if mode.epsilon > 0.0:
             explore = torch.rand(len(raw), generator=mode.generator, device=raw.device) < mode.epsilon
-            chance = self.policy.random(self._draw(raw, "uniform", mode))
-            action = torch.where(explore.view(-1, *[1] * (action.ndim - 1)), chance, action)
+            uniform = self.policy.random(self._draw(raw, "uniform", mode))
+            action = torch.where(explore.view(-1, *[1] * (action.ndim - 1)), uniform, action)
         return action
 
     def _draw(self, raw: torch.Tensor, kind: str, mode: ActMode) -> torch.Tensor:
@@ -97,7 +98,7 @@ class DreamerActorController(nn.Module):
 
 
 class DreamerCriticController(nn.Module):
-    """State value by two-hot regression, and its slow copy. The output layer starts at zero, so values do too."""
+    """State value by two-hot regression, with a target network. Initial values are zero."""
 
     def __init__(
         self,
@@ -135,11 +136,11 @@ class DreamerCriticController(nn.Module):
 
     @torch.no_grad()
     def slow_value(self, feature: torch.Tensor) -> torch.Tensor:
-        """The slow copy's value (…), without gradient."""
+        """Value of the target network (…), without gradients."""
         return self.head.mean(self.slow(feature))
 
     def loss(self, logits: torch.Tensor, target: torch.Tensor, slow_target: torch.Tensor) -> torch.Tensor:
-        """Cross entropy to the return, plus cross entropy to the slow copy's value: each (…) -> (…)."""
+        """Cross entropy to the return, plus cross entropy to the target network's value: each (…) -> (…)."""
         return self.head.loss(logits, target, slow_target)
 
     def update_slow(self, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""C of World Models: one linear layer from what is seen and remembered to an action."""
+"""The controller C of World Models: one linear layer from latent and memory to the action."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from rl_lab.records import ActMode, Spec
 
 
 class LinearController(nn.Module):
-    """Features (…, F) to actions. Continuous: tanh; discrete: the largest output, for each variable of its own.
+    """Features (…, F) to actions: tanh for continuous actions, argmax for each discrete variable.
 
-    rectified: continuous dimensions whose rest is at the low end of their range (a brake): the positive half of tanh
-               covers the whole range, and everything below 0 is rest, as World Models does with CarRacing's brake
+    rectified: continuous dimensions whose neutral value is the low end of their range (a brake): the positive
+               half of tanh covers the full range and negative outputs are neutral, as World Models does for
+               CarRacing's brake
     """
 
     def __init__(self, *, spec: Spec, features: int, rectified: Sequence[int] = ()) -> None:
@@ -26,10 +27,10 @@ class LinearController(nn.Module):
         wrong = [index for index in rectified if not 0 <= index < self.outputs]
         if rectified and (spec.action.kind != "continuous" or wrong):
             raise ConfigError(
-                f"rectified={list(rectified)} must name dimensions of a continuous action, and {spec.name} has "
+                f"rectified={list(rectified)} must list dimensions of a continuous action, but {spec.name} has "
                 f"{self.outputs} of kind {spec.action.kind}"
             )
-        # Zeros: evolution starts there, and every action is the neutral one.
+        # Evolution starts at zero, where every action is neutral.
         self.weight = nn.Parameter(torch.zeros(self.outputs, features), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(self.outputs), requires_grad=False)
         mask = torch.zeros(self.outputs, dtype=torch.bool)
@@ -45,11 +46,11 @@ class LinearController(nn.Module):
     # ---------------------------------------------------------------- acting
 
     def act(self, features: torch.Tensor, mode: ActMode | None = None) -> torch.Tensor:
-        """features: (N, F) -> actions (N, …) as stored. There is nothing to sample: `mode` is not read."""
+        """features: (N, F) -> actions (N, …) as stored. The policy is deterministic, so `mode` is ignored."""
         return self.to_action(nn.functional.linear(features, self.weight, self.bias))
 
     def act_population(self, candidates: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """candidates: (P, num_parameters); features: (P, F) or (P, E, F) -> actions of each candidate, (P, …) or (P, E, …)."""
+        """candidates: (P, num_parameters), features: (P, F) or (P, E, F) -> actions (P, …) or (P, E, …)."""
         weight, bias = self.unflatten(candidates)
         single = features.ndim == 2
         x = features.unsqueeze(1) if single else features
@@ -65,10 +66,10 @@ class LinearController(nn.Module):
         return torch.stack([part.argmax(-1) for part in raw.split(self.action.choices, -1)], -1)
 
     def from_unit(self, unit: torch.Tensor) -> torch.Tensor:
-        """Numbers in [-1, 1] with rest at 0 -> continuous actions as stored, in [-1, 1] over their whole range."""
+        """Values in [-1, 1] with 0 neutral -> stored actions, where [-1, 1] is the full range."""
         return torch.where(self.rectified, 2.0 * unit.clamp(min=0.0) - 1.0, unit)
 
-    # ---------------------------------------------------------------- as one vector
+    # ---------------------------------------------------------------- parameters as a vector
 
     def unflatten(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(…, num_parameters) -> weights (…, A, F) and biases (…, A)."""

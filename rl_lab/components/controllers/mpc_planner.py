@@ -1,21 +1,27 @@
-"""Planning by sampling: MPPI, the cross-entropy method, random shooting, over any model that can be stepped.
+"""Sampling-based planning with a learned model: MPPI, the cross-entropy method, random shooting.
 
-A model is anything with
+A model is any object with these methods; latents are tensors (R, …) or dicts of them:
 
-    next(latent, action, noise) -> latent                         one step; latents are tensors or dicts of them, (R, …)
-    reward(latent, action, following) -> (R, H)                   of H steps at once: latents are (R, H, …)
-    value(latent, noise) -> (R,)                                  what is to come after the horizon
-    policy(latent, noise) -> (R, A)                               actions to propose
+    next(latent, action, noise) -> latent           one step
+    reward(latent, action, following) -> (R, H)     rewards of H steps at once; latents are (R, H, …)
+    value(latent, noise) -> (R,)                    return after the horizon
+    policy(latent, noise) -> (R, A)                 actions to propose
 
-and, where it has them, `alive(following) -> (R, …)` (probability that the episode goes on), `noise` (name -> NoiseSpec
-of one row, for `next`, `value`, `policy`; None is passed where it has none), `dtype` (what it wants actions in) and
-`rewards_on_arrival` (False: `reward` does not look at the following latents and is given None), `action_width` (zeros
-behind an action up to there), `returns(latent, actions, weight, noise) -> (R,)` (all of it at once, the quick way: N
-latents, which stay the same, R sequences (R, H, A) and their discounts (R, H + 1)).
-Actions are as networks see them: numbers in [-1, 1], or one-hot choices side by side.
+and optionally:
 
-Everything is a pure function of tensors with fixed shapes: noise comes in, no number is read by the host, the loop
-over iterations is unrolled. A whole plan can be recorded as one CUDA graph, for any number of environments.
+    alive(following) -> (R, …)                      probability that the episode continues
+    noise                                           name -> NoiseSpec of one row, for next, value and policy;
+                                                    a method without an entry gets None
+    dtype                                           dtype of the actions
+    rewards_on_arrival                              False: `reward` gets None for the following latents
+    action_width                                    width to which actions are padded with zeros
+    returns(latent, actions, weight, noise) -> (R,) a faster equivalent of `trajectory_values`: N latents, R
+                                                    sequences (R, H, A) and their discounts (R, H + 1)
+
+Actions are network inputs: values in [-1, 1], or concatenated one-hot vectors.
+
+All functions are pure, with fixed shapes, noise as an argument and no device-to-host copies; the loop over
+iterations is unrolled. One CUDA graph can capture a complete plan for any number of environments.
 """
 
 from __future__ import annotations
@@ -26,36 +32,30 @@ from typing import Any, Protocol
 
 import torch
 
+from rl_lab.components.kernels.topk import topk
 from rl_lab.components.nn.categorical import one_hot, sample_index
-from rl_lab.components.nn.fast_path import piece
-from rl_lab.components.nn.kernels.top_values import top_values
+from rl_lab.components.nn.fast_path import compiled_pointwise
 from rl_lab.components.nn.normed_mlp import cast_wide
 from rl_lab.errors import ConfigError, closest
 from rl_lab.records import ActionSpec, NoiseSpec, Spec
 
-# --------------------
-# Distributions over action sequences that a planner refines: normals, or categoricals.
-#
-# Sequences are (N, S, H, A): N environments, S samples, H steps, actions as networks see them. A search has
-# `memory_width`, `noise` (random numbers of one sampled sequence) and `choice_noise` (of the executed action), and works
-# on parameters of its own. Everything is a pure function of tensors with fixed shapes.
+# --- Distributions over action sequences ---
 
-
-Parameters = tuple[torch.Tensor, ...]  # the first is what is remembered from step to step, (N, H, W)
+Parameters = tuple[torch.Tensor, ...]  # the first one is kept from step to step as the memory, (N, H, W)
 
 
 class ActionSearch(Protocol):
-    """What a planner needs of one."""
+    """A distribution over action sequences (N, S, H, A): environments, samples, steps, action inputs."""
 
     memory_width: int
-    noise: NoiseSpec
-    choice_noise: NoiseSpec
+    noise: NoiseSpec  # of one sampled sequence
+    choice_noise: NoiseSpec  # of the executed action
 
     def blank(self, num_envs: int, device: torch.device | str) -> torch.Tensor:
-        """Memory at an episode's start: (N, H, W)."""
+        """Memory at the start of an episode: (N, H, W)."""
 
     def start(self, memory: torch.Tensor, is_first: torch.Tensor) -> Parameters:
-        """From the plan of the step before, moved on by one; from a blank one where `is_first` (N,)."""
+        """Parameters from the previous plan, shifted by one step; from `blank` where `is_first` (N,)."""
 
     def sample(self, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
         """noise: (N, S, H, k) -> (N, S, H, A)."""
@@ -63,7 +63,7 @@ class ActionSearch(Protocol):
     def refit(
         self, parameters: Parameters, elites: torch.Tensor, weight: torch.Tensor, floor: torch.Tensor | float
     ) -> Parameters:
-        """elites: (N, E, H, A), weight: (N, E), summing to 1; `floor` is how narrow it may become."""
+        """Fit to elites (N, E, H, A) with weight (N, E), summing to 1; `floor`: minimum spread."""
 
     def choose(
         self,
@@ -72,16 +72,16 @@ class ActionSearch(Protocol):
         noise: torch.Tensor,  # (N, k)
         explore: torch.Tensor | float,  # 1: with exploration, 0: without
     ) -> torch.Tensor:
-        """-> (N, A) the action to send."""
+        """-> (N, A), the action to execute."""
 
 
-@piece
+@compiled_pointwise
 def draw_normal(mean: torch.Tensor, std: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """mean, std (N, 1, H, A), noise (N, S, H, A) -> (N, S, H, A) within ±1."""
     return torch.addcmul(mean, noise, std).clamp(-1.0, 1.0)
 
 
-@piece
+@compiled_pointwise
 def refit_normal(
     elites: torch.Tensor,  # (N, E, H, A)
     weight: torch.Tensor,  # (N, E, 1, 1)
@@ -90,15 +90,15 @@ def refit_normal(
     floor: torch.Tensor | float,
     ceiling: float,
 ) -> torch.Tensor:
-    """Weighted mean and deviation of the elites, (2, N, H, A); `momentum` is the share of the mean before."""
+    """Weighted mean and std of the elites, (2, N, H, A); `momentum`: weight of the previous mean."""
     fresh = (weight * elites).sum(1)
-    # The deviation is taken around the elites' own mean.
+    # Around the mean of the elites, not around the averaged mean.
     std = (weight * (elites - fresh.unsqueeze(1)).square()).sum(1).sqrt()
     return torch.stack([mean * momentum + fresh * (1.0 - momentum), std.clamp(min=floor).clamp(max=ceiling)])
 
 
 class NormalSearch:
-    """Independent normals for every step and part of an action, cut off at ±1."""
+    """Independent normals for each step and action dimension, clipped to ±1."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class NormalSearch:
         self.memory_width = action.size
         self.max_std = max_std
         self.momentum = momentum
-        self.uniform = uniform  # random shooting: everything in [-1, 1] is equally likely
+        self.uniform = uniform  # random shooting: uniform in [-1, 1]
         self.noise = NoiseSpec((horizon, action.size), "uniform" if uniform else "normal")
         self.choice_noise = NoiseSpec((action.size,), "normal")
 
@@ -121,8 +121,8 @@ class NormalSearch:
         return torch.zeros(num_envs, self.horizon, self.memory_width, device=device)
 
     def start(self, memory: torch.Tensor, is_first: torch.Tensor) -> Parameters:
-        moved = torch.cat([memory[:, 1:], torch.zeros_like(memory[:, :1])], 1)
-        mean = moved.masked_fill(is_first.view(-1, 1, 1), 0.0)
+        shifted = torch.cat([memory[:, 1:], torch.zeros_like(memory[:, :1])], 1)
+        mean = shifted.masked_fill(is_first.view(-1, 1, 1), 0.0)
         return mean, torch.full_like(mean, self.max_std)
 
     def sample(self, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ class NormalSearch:
 
 
 class CategoricalSearch:
-    """Independent categoricals for every step and choice; `floor` is the share of the uniform distribution in them."""
+    """Independent categoricals for each step and variable; `floor`: weight of the uniform distribution."""
 
     def __init__(self, action: ActionSpec, horizon: int, *, momentum: float = 0.0) -> None:
         self.horizon = horizon
@@ -165,8 +165,8 @@ class CategoricalSearch:
 
     def start(self, memory: torch.Tensor, is_first: torch.Tensor) -> Parameters:
         blank = self.blank(len(memory), memory.device)
-        moved = torch.cat([memory[:, 1:], blank[:, :1]], 1)
-        return (torch.where(is_first.view(-1, 1, 1), blank, moved),)
+        shifted = torch.cat([memory[:, 1:], blank[:, :1]], 1)
+        return (torch.where(is_first.view(-1, 1, 1), blank, shifted),)
 
     def sample(self, parameters: Parameters, noise: torch.Tensor) -> torch.Tensor:
         return self._draw(parameters[0].unsqueeze(1), noise)
@@ -186,7 +186,7 @@ class CategoricalSearch:
         noise: torch.Tensor,
         explore: torch.Tensor | float,
     ) -> torch.Tensor:
-        """Exploring draws from the refined distribution; else the likeliest choices of it are taken."""
+        """A sample of the fitted distribution with exploration, its mode without."""
         probabilities = parameters[0][:, 0]
         drawn = self._draw(probabilities, noise)
         parts = [one_hot(part.argmax(-1), part.shape[-1]) for part in probabilities.split(self.choices, -1)]
@@ -199,35 +199,42 @@ class CategoricalSearch:
         return torch.cat([one_hot(sample_index(p, u), p.shape[-1]) for p, u in parts], -1)
 
 
+# --- The planner ---
+
 METHODS = ("mppi", "cem", "random_shooting")
-MANY_ACTIONS = 20  # from here on TD-MPC2 iterates twice more (nicklashansen/tdmpc2 tdmpc2.py)
-WORST = -1e9  # value of a trajectory that is not a number: never an elite
+MANY_ACTIONS = (
+    20  # from this action width on, TD-MPC2 uses two more iterations (nicklashansen/tdmpc2 tdmpc2.py)
+)
+WORST = -1e9  # replaces a NaN value of a trajectory, so that it is never an elite
 Latent = Any
 Noise = Mapping[str, torch.Tensor]
 
 
 @dataclass
 class Plan:
-    """What a call of `plan` found."""
+    """Result of `MPCPlanner.plan`."""
 
     action: torch.Tensor  # (N, A) to execute
-    memory: torch.Tensor  # (N, H, W) to start from in the next step
-    value: torch.Tensor  # (N,) of the best sequence
-    spread: torch.Tensor  # (N,) mean deviation of the last parameters, or probability of the likeliest choice
+    memory: torch.Tensor  # (N, H, W) start of the next plan
+    value: torch.Tensor  # (N,) value of the best sequence
+    spread: (
+        torch.Tensor
+    )  # (N,) mean standard deviation of the final distribution (categorical: mean probability)
 
 
 class MPCPlanner:
-    """Samples action sequences, keeps the best, narrows the search around them, and executes the first action.
+    """Samples action sequences, refits the distribution to the best ones, and executes the first action.
 
-    method:          mppi: elites weigh by exp(temperature · value), one of them is drawn and executed ·
-                     cem: elites weigh alike, their mean is executed · random_shooting: one round, the best is executed
-    horizon:         steps looked ahead
-    iterations:      rounds of sampling; "auto": 6, and 8 from 20 actions on (TD-MPC2)
-    samples:         sequences in a round, the policy's included
-    policy_samples:  of these, proposed by the policy; drawn once and kept in every round
-    elites:          sequences that the next round is fitted to
-    min_std:         least deviation; for discrete actions the least share of the uniform distribution
-    momentum:        share of the mean before in the next one
+    method:          mppi: elites are weighted by exp(temperature · value), and a sampled elite is executed ·
+                     cem: elites are weighted equally, and their mean is executed ·
+                     random_shooting: one iteration, the best sequence is executed
+    horizon:         steps of the model
+    iterations:      of sampling and fitting; "auto": 6, or 8 with at least 20 action inputs (TD-MPC2)
+    samples:         sequences per iteration, including those of the policy
+    policy_samples:  sequences proposed by the policy; sampled once and used in every iteration
+    elites:          sequences that the distribution is fitted to
+    min_std:         minimum standard deviation; discrete: minimum weight of the uniform distribution
+    momentum:        weight of the previous mean
     """
 
     def __init__(
@@ -246,7 +253,7 @@ class MPCPlanner:
         momentum: float = 0.0,
     ) -> None:
         if method not in METHODS:
-            raise ConfigError(f"no planner is called '{method}'.{closest(method, METHODS)}")
+            raise ConfigError(f"planner method is '{method}'.{closest(method, METHODS)}")
         if iterations == "auto":
             iterations = 8 if spec.action.size >= MANY_ACTIONS else 6
         shooting = method == "random_shooting"
@@ -260,11 +267,13 @@ class MPCPlanner:
         self.min_std = min_std
         if not 1 <= self.elites <= samples or not 0 <= policy_samples < samples:
             raise ConfigError(
-                f"a planner of {samples} samples cannot keep {self.elites} elites or take {policy_samples} from the "
-                "policy: both must be fewer"
+                f"planner elites={self.elites} must be between 1 and samples={samples}, and "
+                f"policy_samples={policy_samples} must be fewer than samples"
             )
         if min(self.horizon, self.iterations) < 1:
-            raise ConfigError("a planner needs a horizon and iterations of at least 1")
+            raise ConfigError(
+                f"planner horizon={self.horizon} and iterations={self.iterations} must be at least 1"
+            )
         self.search: ActionSearch
         if spec.action.kind == "continuous":
             self.search = NormalSearch(
@@ -274,11 +283,11 @@ class MPCPlanner:
             self.search = CategoricalSearch(spec.action, horizon, momentum=momentum)
 
     def memory(self, num_envs: int, device: torch.device | str) -> torch.Tensor:
-        """The plan before the first step, (N, H, W)."""
+        """Memory before the first step, (N, H, W)."""
         return self.search.blank(num_envs, device)
 
     def noise(self, num_envs: int, model_noise: Mapping[str, NoiseSpec]) -> dict[str, NoiseSpec]:
-        """Random numbers of one call of `plan`; model_noise: of one row, by the model's method."""
+        """Random values of one call of `plan`; model_noise: those of one row, by method of the model."""
         n, h, rounds = num_envs, self.horizon, self.iterations
         drawn = self.samples - self.policy_samples
         specs = {
@@ -306,21 +315,20 @@ class MPCPlanner:
         is_first: torch.Tensor,  # (N,) bool
         noise: Noise,
         *,
-        discount: torch.Tensor | float,  # one number, or (N,)
+        discount: torch.Tensor | float,  # scalar or (N,)
         explore: torch.Tensor | float = 1.0,
-        mask: torch.Tensor | None = None,  # (N, A): parts of an action that each environment has
+        mask: torch.Tensor | None = None,  # (N, A): action inputs that each environment has
         min_std: torch.Tensor | float | None = None,
-        horizon: torch.Tensor | None = None,  # 0-d int64 ≤ self.horizon: look less far ahead
+        horizon: torch.Tensor | None = None,  # 0-d int64 ≤ self.horizon: a shorter horizon
     ) -> Plan:
         n = len(is_first)
         floor = self.min_std if min_std is None else min_std
         if not isinstance(discount, torch.Tensor):
             discount = torch.full((n,), discount, device=memory.device)
-        weight = repeat(
-            discount_weights(discount.expand(n), self.horizon), self.samples
-        )  # (R, H + 1), R = N · S
-        quick = horizon is None and hasattr(model, "returns")
-        start = latent if quick else repeat(latent, self.samples)
+        weights = discount_weights(discount.expand(n), self.horizon)
+        weight = repeat(weights, self.samples)  # (R, H + 1), R = N · S
+        has_returns = horizon is None and hasattr(model, "returns")
+        start = latent if has_returns else repeat(latent, self.samples)
         proposals = self._propose(model, latent, n, noise) if self.policy_samples else None
         parameters = self.search.start(memory, is_first)
         for i in range(self.iterations):
@@ -330,7 +338,7 @@ class MPCPlanner:
             if proposals is not None:
                 actions = torch.cat([proposals, actions], 1)
             value_noise = noise["value"][i] if "value" in noise else None
-            if quick:
+            if has_returns:
                 values = model.returns(start, actions.flatten(0, 1), weight, value_noise)
             else:
                 values = trajectory_values(
@@ -342,7 +350,7 @@ class MPCPlanner:
                     value_noise=value_noise,
                     horizon=horizon,
                 )
-            best, index = top_values(values.view(n, self.samples), self.elites)
+            best, index = topk(values.view(n, self.samples), self.elites)
             chosen = index[..., None, None].expand(-1, -1, *actions.shape[2:])
             elites = actions.gather(1, chosen)  # (N, E, H, A)
             score = elite_weights(best, self.temperature)
@@ -359,14 +367,14 @@ class MPCPlanner:
         score: torch.Tensor,
         noise: torch.Tensor,
     ) -> torch.Tensor:
-        """(N, A): MPPI draws an elite by its weight, the others take the mean of them (of one: the best)."""
+        """First action (N, A): of a sampled elite for MPPI, else of the fitted mean."""
         if self.method != "mppi":
             return parameters[0][:, 0]
         index = sample_index(score, noise)  # (N,)
         return elites[:, :, 0].gather(1, index.view(-1, 1, 1).expand(-1, 1, elites.shape[-1])).squeeze(1)
 
     def _propose(self, model: Any, latent: Latent, n: int, noise: Noise) -> torch.Tensor:
-        """Sequences that the policy would take, (N, P, H, A)."""
+        """Action sequences of the policy, (N, P, H, A)."""
         state = repeat(latent, self.policy_samples)
         actions = []
         for t in range(self.horizon):
@@ -374,13 +382,13 @@ class MPCPlanner:
             actions.append(action.float())
             if t + 1 < self.horizon:
                 step_noise = noise["propose_next"][t] if "propose_next" in noise else None
-                state = model.next(state, _as_wanted(model, action), step_noise)
+                state = model.next(state, _model_input(model, action), step_noise)
         return torch.stack(actions, 1).unflatten(0, (n, self.policy_samples))
 
 
-@piece
+@compiled_pointwise
 def elite_weights(values: torch.Tensor, temperature: float) -> torch.Tensor:
-    """MPPI's weights: values (N, E) -> exp(temperature · (value − best)), summing to 1; temperature 0 weighs alike."""
+    """Weights of MPPI: values (N, E) -> softmax(temperature · value); equal weights for temperature 0."""
     return torch.softmax(temperature * values, 1)
 
 
@@ -389,14 +397,14 @@ def discount_weights(discount: torch.Tensor, horizon: int) -> torch.Tensor:
     return discount.unsqueeze(1) ** torch.arange(horizon + 1, device=discount.device)
 
 
-@piece
+@compiled_pointwise
 def discounted(
     rewards: torch.Tensor,  # (R, H)
     weight: torch.Tensor,  # (R, H)
     value: torch.Tensor,  # (R,)
     last: torch.Tensor,  # (R,)
 ) -> torch.Tensor:
-    """Σ weight · reward + last · value, (R,); what is no number is the worst."""
+    """Σ weight · reward + last · value, (R,); NaN becomes `WORST`."""
     total = (weight * rewards.float()).sum(1) + last * value.float()
     return total.nan_to_num(nan=WORST, neginf=WORST)
 
@@ -411,17 +419,17 @@ def trajectory_values(
     value_noise: torch.Tensor | None = None,  # (R, …)
     horizon: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Σ γᵗ alive_t reward_t + γᴴ alive_H value(latent_H), (R,); with `horizon` h in place of H, nothing beyond h."""
+    """Σ γᵗ alive_t reward_t + γᴴ alive_H value(latent_H), (R,); `horizon` replaces H if given."""
     steps = actions.shape[1]
-    wanted = _as_wanted(model, actions)
-    ends = hasattr(model, "alive")
+    inputs = _model_input(model, actions)
+    terminates = hasattr(model, "alive")
     latents = [latent]
     for t in range(steps):
-        latents.append(model.next(latents[-1], wanted[:, t], None if next_noise is None else next_noise[t]))
-    # Rewards do not feed back into the rollout: one call for all steps.
-    following = stack(latents[1:]) if ends or getattr(model, "rewards_on_arrival", True) else None
-    rewards = model.reward(stack(latents[:-1]), wanted, following)  # (R, H)
-    if ends:
+        latents.append(model.next(latents[-1], inputs[:, t], None if next_noise is None else next_noise[t]))
+    # The rollout does not depend on rewards, so one call computes those of all steps.
+    following = stack(latents[1:]) if terminates or getattr(model, "rewards_on_arrival", True) else None
+    rewards = model.reward(stack(latents[:-1]), inputs, following)  # (R, H)
+    if terminates:
         alive = model.alive(following).float().cumprod(1)  # (R, H)
         weight = torch.cat([weight[:, :1], weight[:, 1:] * alive], 1)
     if horizon is None:
@@ -432,18 +440,18 @@ def trajectory_values(
     return discounted(rewards, weight[:, :-1], model.value(end, value_noise), last)
 
 
-# ---------------------------------------------------------------- latents: a tensor, or a dict of them
+# --- Latents: a tensor, or a dict of tensors ---
 
 
 def repeat(latent: Latent, count: int) -> Latent:
-    """Each row `count` times, neighbouring: (N, …) -> (N · count, …)."""
+    """Repeat each row `count` times: (N, …) -> (N · count, …)."""
     if isinstance(latent, Mapping):
         return {key: repeat(value, count) for key, value in latent.items()}
     return latent.unsqueeze(1).expand(-1, count, *latent.shape[1:]).flatten(0, 1)
 
 
 def stack(latents: list[Latent]) -> Latent:
-    """T times (R, …) -> (R, T, …)."""
+    """T latents (R, …) -> (R, T, …)."""
     if isinstance(latents[0], Mapping):
         return {key: torch.stack([latent[key] for latent in latents], 1) for key in latents[0]}
     return torch.stack(latents, 1)
@@ -456,7 +464,8 @@ def pick(latents: Latent, index: torch.Tensor) -> Latent:
     return latents.index_select(1, index.view(1)).squeeze(1)
 
 
-def _as_wanted(model: Any, action: torch.Tensor) -> torch.Tensor:
+def _model_input(model: Any, action: torch.Tensor) -> torch.Tensor:
+    """Actions in the dtype and width that the model takes."""
     dtype = getattr(model, "dtype", None) or action.dtype
     return cast_wide(action, dtype, getattr(model, "action_width", None) or action.shape[-1])
 

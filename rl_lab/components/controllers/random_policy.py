@@ -1,4 +1,4 @@
-"""Uniformly random actions."""
+"""Random actions: independent in each step, or correlated over time for exploration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_lab.records import ActMode, Spec
 
 
 class RandomPolicyController:
-    """Every choice equally likely; continuous actions uniform in [-1, 1]. Has no weights."""
+    """Uniformly random discrete actions; continuous actions uniform in [-1, 1]. Has no weights."""
 
     def __init__(self, *, spec: Spec) -> None:
         self.policy = make_policy(spec.action)
@@ -26,30 +26,28 @@ class RandomPolicyController:
         return self.policy.random(noise)
 
 
-# --------------------
-# Exploration without learning whose actions last: a car that steers anew in every frame goes nowhere.
-
-
 KINDS = ("uniform", "held", "brownian")
 
 State = dict[str, torch.Tensor]
 
 
 class Explorer:
-    """Random actions with memory.
+    """Random actions that persist over time: independent actions in each frame hardly move a car.
 
-    uniform:  another action in every step
-    held:     a uniformly random action, kept for 1 to `hold` steps (World Models' Doom, hardmaru/WorldModelsExperiments)
-    brownian: continuous actions on a random walk of deviation sqrt(`step`), begun anywhere in their range
-              (ctallec/world-models, there 1/50)
+    uniform:  a new action in every step
+    held:     a uniformly random action, repeated for 1 to `hold` steps (World Models' Doom,
+              hardmaru/WorldModelsExperiments)
+    brownian: a random walk of continuous actions with standard deviation sqrt(`step`) from a uniform start
+              (ctallec/world-models, with 1/50)
     """
 
     def __init__(self, *, spec: Spec, kind: str = "uniform", hold: int = 10, step: float = 0.02) -> None:
         if kind not in KINDS:
-            raise ConfigError(f"an explorer cannot be '{kind}'.{closest(kind, KINDS)}")
+            raise ConfigError(f"explorer kind is '{kind}'.{closest(kind, KINDS)}")
         if kind == "brownian" and spec.action.kind != "continuous":
             raise ConfigError(
-                f"a brownian explorer needs continuous actions, and {spec.name} has {spec.action.kind} ones: use held"
+                f"explorer kind=brownian needs continuous actions, not the {spec.action.kind} ones of {spec.name}: "
+                "use kind=held"
             )
         self.kind = kind
         self.hold = hold
@@ -58,7 +56,7 @@ class Explorer:
         self.policy = make_policy(spec.action)
 
     def initial_state(self, size: int, device: torch.device | str = "cpu") -> State:
-        """explored: the last action (size, …); left: steps that it is still held (size,)."""
+        """explored: the last action (size, …); left: steps for which it is still repeated (size,)."""
         dtype = torch.float32 if self.action.kind == "continuous" else torch.int64
         return {
             "explored": torch.zeros(size, *self.action.shape, dtype=dtype, device=device),
@@ -77,10 +75,10 @@ class Explorer:
             step = self.deviation * torch.randn(last.shape, generator=generator, device=device)
             action = torch.where(is_first[:, None], fresh, (last + step).clamp(-1.0, 1.0))
         elif self.kind == "held":
-            again = is_first | (left == 0)
+            renew = is_first | (left == 0)
             length = torch.randint(self.hold, (size,), generator=generator, device=device)
-            action = torch.where(again.view(-1, *[1] * (last.ndim - 1)), fresh, last)
-            left = torch.where(again, length, left - 1)
+            action = torch.where(renew.view(-1, *[1] * (last.ndim - 1)), fresh, last)
+            left = torch.where(renew, length, left - 1)
         else:
             action = fresh
         return action, {"explored": action, "left": left}

@@ -1,4 +1,4 @@
-"""Actor and critic in one recurrent network on frames: a convolutional trunk, an LSTM cell, two linear heads."""
+"""Recurrent actor-critic on frames: a convolutional trunk, an LSTM cell, two linear heads (IRIS, Δ-IRIS)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ State = dict[str, torch.Tensor]  # h, c: (N, units)
 
 
 class RecurrentActorCritic(nn.Module):
-    """trunk: makes the convolutional part (`trunk(spec)`), which has a `width`.
+    """Actor and critic share the trunk and the LSTM.
 
-    bins:        of the critic: 0 regresses the value itself, more are two-hot in symlog space up to `limit`
-    zero_critic: whether the critic's head starts at zero
+    trunk:       builds the convolutional network (`trunk(spec)`), which has a `width`
+    bins:        of the critic: 0 regresses the value directly, else two-hot in symlog space up to ±`limit`
+    zero_critic: initialise the critic's head to zero
     """
 
-    trunk_dtype = torch.float32  # of the trunk's convolutions; all behind them is float32
+    trunk_dtype = torch.float32  # of the trunk's convolutions; everything after them is float32
 
     def __init__(
         self,
@@ -57,38 +58,38 @@ class RecurrentActorCritic(nn.Module):
         return {"h": zeros, "c": zeros.clone()}
 
     def advance(self, features: torch.Tensor, state: State) -> State:
-        """(N, trunk's width) -> the next memory."""
+        """features: (N, trunk width) -> the next LSTM state."""
         h, c = self.cell(features, (state["h"], state["c"]))
         return {"h": h, "c": c}
 
-    def see(self, frames: torch.Tensor) -> torch.Tensor:
-        """(N, C, H, W) -> features (N, trunk's width), float32."""
+    def encode_frames(self, frames: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W) -> features (N, trunk width), float32."""
         with autocast(self.trunk_dtype, frames.device):
             return self.trunk(frames.float()).float()
 
-    def watch(self, frames: torch.Tensor, state: State) -> State:
-        """One frame (N, C, H, W): the memory after seeing it."""
-        return self.advance(self.see(frames), state)
+    def observe(self, frames: torch.Tensor, state: State) -> State:
+        """frames: (N, C, H, W) -> the LSTM state after them."""
+        return self.advance(self.encode_frames(frames), state)
 
-    def watch_sequence(
+    def observe_sequence(
         self, frames: torch.Tensor, state: State, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, State]:
-        """frames: (B, T, C, H, W) -> what was in memory after each, (B, T, units), and the last memory.
+        """frames: (B, T, C, H, W) -> h after each frame (B, T, units), and the last state.
 
-        mask: (B, T) bool; memory is empty after a frame that is padding.
+        mask: (B, T) bool; the state is zero after a frame that is padding.
         """
         size, rows = frames.shape[:2]
-        features = self.see(frames.flatten(0, 1)).unflatten(0, (size, rows))
-        seen = []
+        features = self.encode_frames(frames.flatten(0, 1)).unflatten(0, (size, rows))
+        hidden = []
         for t in range(rows):
             state = self.advance(features[:, t], state)
             if mask is not None:
                 state = {key: value * mask[:, t, None] for key, value in state.items()}
-            seen.append(state["h"])
-        return torch.stack(seen, 1), state
+            hidden.append(state["h"])
+        return torch.stack(hidden, 1), state
 
     def raw_policy(self, h: torch.Tensor) -> torch.Tensor:
-        """(…, units) -> what the policy's distribution is made of, (…, policy.width)."""
+        """(…, units) -> raw outputs of the action distribution (…, policy.width)."""
         return self.actor(h)
 
     def value(self, h: torch.Tensor) -> torch.Tensor:
@@ -96,19 +97,18 @@ class RecurrentActorCritic(nn.Module):
         return self.regression.mean(self.critic(h))
 
 
-# --------------------
-# Networks that turn a frame into a vector for a recurrent policy. Frames in [0, 1]; they see them in [-1, 1].
+# --- Trunks: frames in [0, 1] to feature vectors ---
 
 
 class PoolTrunk(nn.Module):
-    """3×3 convolution, pooling by 2, ReLU, for each of `channels` (IRIS)."""
+    """For each of `channels`: 3×3 convolution, 2×2 max-pooling, ReLU (IRIS)."""
 
     def __init__(self, spec: Spec, *, channels: Sequence[int] = (32, 32, 64, 64)) -> None:
         super().__init__()
         inputs, side = frame_shape(spec)
         if side >> len(channels) < 1:
             raise ConfigError(
-                f"pictures with sides of {side} cannot be pooled {len(channels)} times: give fewer channels"
+                f"images of {side}×{side} cannot be pooled {len(channels)} times: set fewer channels"
             )
         layers: list[nn.Module] = []
         for before, after in zip([inputs, *channels[:-1]], channels):
@@ -125,12 +125,14 @@ class PoolTrunk(nn.Module):
             if isinstance(layer, nn.Conv2d):
                 assert layer.bias is not None
                 pooled = F.max_pool2d(F.conv2d(x, layer.weight, padding=1), 2)
-                x = F.relu(pooled + layer.bias.to(pooled.dtype)[:, None, None])  # of a quarter of the places
+                x = F.relu(
+                    pooled + layer.bias.to(pooled.dtype)[:, None, None]
+                )  # after pooling: a quarter of the pixels
         return x.flatten(1)
 
 
 class ResidualTrunk(nn.Module):
-    """The residual net of Δ-IRIS' frames."""
+    """The residual network that Δ-IRIS applies to frames."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""TD-MPC's policy: what the planner starts from, and what the critic is asked about.
+"""Policy priors and the critic of TD-MPC.
 
-Actions here are as the networks see them: numbers in [-1, 1], or one-hot choices side by side, (…, A). A policy has
-`noise` (the random numbers of one action), `sample`, and `explore`, which also gives the entropy that it is paid for.
-`mask` (…, A) marks the parts of an action that a task has, where several tasks share one model.
+Actions are network inputs (…, A): values in [-1, 1], or concatenated one-hot vectors. `mask` (…, A) marks the
+action dimensions that a task has, if several tasks share one model.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import nn
 
 from rl_lab.components.nn.categorical import straight_through, unimix_probs
 from rl_lab.components.nn.ensemble import EnsembleMLP, Weights
-from rl_lab.components.nn.fast_path import piece
+from rl_lab.components.nn.fast_path import compiled_pointwise
 from rl_lab.components.nn.moving_averages import SlowCopy
 from rl_lab.components.nn.normed_mlp import NormedMLP
 from rl_lab.components.nn.two_hot import make_regression
@@ -27,9 +26,9 @@ HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 Mask = torch.Tensor | None
 
 
-@piece
+@compiled_pointwise
 def squash(raw: torch.Tensor, noise: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """(…, 2A) mean and deviation, (…, A) standard normal -> tanh(mean + deviation · noise), float32."""
+    """(…, 2A) mean and raw log std, (…, A) standard normal -> tanh(mean + std · noise), float32."""
     mean, log_std = raw.float().chunk(2, -1)
     log_std = low + 0.5 * (high - low) * (torch.tanh(log_std) + 1.0)
     return torch.tanh(mean + noise * log_std.exp())
@@ -38,12 +37,12 @@ def squash(raw: torch.Tensor, noise: torch.Tensor, low: float, high: float) -> t
 def scaled_entropy(
     raw: torch.Tensor, noise: torch.Tensor, mask: Mask, low: float, high: float
 ) -> torch.Tensor:
-    """−(d · Σ log N(noise) − Σ log(1 − action²)) over the d parts of the action that count: (…, 2A) -> (…)."""
+    """−(d · Σ log N(noise) − Σ log(1 − action²)) over the d unmasked action dimensions: (…, 2A) -> (…)."""
     mean, log_std = raw.float().chunk(2, -1)
     log_std = low + 0.5 * (high - low) * (torch.tanh(log_std) + 1.0)
     action = torch.tanh(mean + noise * log_std.exp())
     gauss = -0.5 * noise.square() - log_std - HALF_LOG_TWO_PI
-    # Written with the action itself it would lose all digits near ±1; the small number keeps it finite there.
+    # The epsilon keeps the logarithm finite for actions near ±1.
     correction = torch.log(1.0 - action.square() + 1e-6)
     if mask is None:
         return correction.sum(-1) - noise.shape[-1] * gauss.sum(-1)
@@ -51,11 +50,16 @@ def scaled_entropy(
 
 
 class PolicyPrior(nn.Module):
-    """The network, and what all three kinds share."""
+    """Base class of the policies that propose actions to the planner and that the critic evaluates.
 
-    discrete = False  # the kind of actions it is for
-    options: int | None = None  # how many actions there are, where all of them can be tried
-    deviations = False  # whether the network gives a deviation for each part of the action, behind the means
+    noise: NoiseSpec of one sampled action
+    """
+
+    discrete = False  # whether it is for discrete actions
+    options: int | None = None  # number of actions, if there is a single categorical variable
+    deviations = (
+        False  # whether the network outputs a standard deviation per action dimension, after the means
+    )
 
     def __init__(
         self,
@@ -71,14 +75,14 @@ class PolicyPrior(nn.Module):
         if (action.kind != "continuous") != self.discrete:
             other = "tdmpc_policy" if self.discrete else "tdmpc_categorical_policy"
             raise ConfigError(
-                f"{type(self).__name__} needs {'discrete' if self.discrete else 'continuous'} actions, and "
-                f"{spec.name}'s are {action.kind}: use controllers.policy={other}"
+                f"{type(self).__name__} needs {'discrete' if self.discrete else 'continuous'} actions, but "
+                f"{spec.name} has {action.kind} ones: use controllers.policy={other}"
             )
         super().__init__()
         inputs = [latent, context] if context else [latent]
         outputs = action.size * (2 if self.deviations else 1)
         self.mlp = NormedMLP(inputs, units, outputs, hidden=hidden, init=init)
-        # The random numbers of one action: one for each choice, or for each number.
+        # One random value for each categorical variable, or for each continuous dimension.
         self.noise = (
             NoiseSpec((len(action.choices),), "uniform")
             if self.discrete
@@ -86,7 +90,7 @@ class PolicyPrior(nn.Module):
         )
 
     def forward(self, latent: torch.Tensor, *task: torch.Tensor) -> torch.Tensor:
-        """latent: (…, L), task: (…, context) where there is one -> raw (…, width)."""
+        """latent: (…, L), task: (…, context) if `context` > 0 -> raw outputs (…, width)."""
         return self.mlp(latent, *task)
 
     def sample(
@@ -98,15 +102,16 @@ class PolicyPrior(nn.Module):
     def explore(
         self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> actions (…, A) with a gradient, entropy (…)."""
+        """-> actions (…, A) with gradients, and the entropy of the bonus (…)."""
         raise NotImplementedError
 
 
 class GaussianPrior(PolicyPrior):
-    """tanh of a normal with learned deviation (TD-MPC2).
+    """tanh of a normal with learned standard deviation (TD-MPC2).
 
-    The entropy is that of the published runs: the density before the tanh counts as often as the action has parts, the
-    correction for the tanh once. A plain entropy would be `d = 1`; the factor makes it matter as much in large spaces.
+    The entropy is that of the published runs: the log density before the tanh is multiplied by the number d
+    of action dimensions, the correction for the tanh is not. The usual entropy has d = 1; the factor keeps
+    the bonus effective in large action spaces.
     """
 
     deviations = True
@@ -142,7 +147,7 @@ class GaussianPrior(PolicyPrior):
 
 
 class DeterministicPrior(PolicyPrior):
-    """tanh(mean) and a little noise, cut off at `noise_limit` (TD-MPC's first version). Its entropy is nothing."""
+    """tanh(mean) plus noise clipped to ±`noise_limit` (the first TD-MPC). Its entropy is 0."""
 
     def __init__(
         self,
@@ -164,9 +169,9 @@ class DeterministicPrior(PolicyPrior):
         self, latent: torch.Tensor, noise: torch.Tensor, *task: torch.Tensor, mask: Mask = None
     ) -> torch.Tensor:
         mean = torch.tanh(self.mlp(latent, *task).float())
-        moved = mean + (noise * self.std).clamp(-self.noise_limit, self.noise_limit)
-        # The limit has no gradient of its own: the mean is pushed back even where it is reached.
-        action = moved - moved.detach() + moved.detach().clamp(-1.0, 1.0)
+        noisy = mean + (noise * self.std).clamp(-self.noise_limit, self.noise_limit)
+        # Clipping passes the gradient through, so that the mean is trained even where the action is clipped.
+        action = noisy - noisy.detach() + noisy.detach().clamp(-1.0, 1.0)
         return action if mask is None else action * mask
 
     def explore(
@@ -177,7 +182,7 @@ class DeterministicPrior(PolicyPrior):
 
 
 class CategoricalPrior(PolicyPrior):
-    """One or several choices, one-hot side by side; the gradient passes straight through the sample."""
+    """One or several categorical variables, concatenated one-hot vectors with straight-through gradients."""
 
     discrete = True
 
@@ -198,7 +203,7 @@ class CategoricalPrior(PolicyPrior):
         self.unimix = unimix
 
     def probabilities(self, latent: torch.Tensor, *task: torch.Tensor) -> list[torch.Tensor]:
-        """For each choice, (…, options)."""
+        """Probabilities of each variable, (…, options)."""
         return [unimix_probs(part, self.unimix) for part in self.mlp(latent, *task).split(self.choices, -1)]
 
     def sample(
@@ -215,25 +220,23 @@ class CategoricalPrior(PolicyPrior):
         return action, torch.stack([-(p * p.log()).sum(-1) for p in probabilities]).sum(0)
 
 
-# --------------------
-# TD-MPC's critic: an ensemble of action values with a slow copy.
-
+# --- Critic ---
 
 REDUCTIONS = ("mean", "min")
-PAIR = 2  # members that a value is taken from, drawn anew for each use (nicklashansen/tdmpc2 world_model.py)
+PAIR = 2  # members used for a value, sampled for each use (nicklashansen/tdmpc2 world_model.py)
 
 
 def choose_pair(noise: torch.Tensor) -> torch.Tensor:
-    """Two different members, every pair equally likely: noise (members,) uniform -> (2,) int64."""
+    """A uniformly random pair of different members: noise (members,) uniform -> (2,) int64."""
     return torch.topk(noise, PAIR, sorted=False).indices
 
 
 class QEnsembleController(nn.Module):
-    """`members` values of (latent, action), regressed two-hot in symlog space (bins 0: squared error).
+    """Ensemble of Q functions, two-hot in symlog space (bins 0: squared error), with a target network.
 
-    reduce:   how the two drawn members become one value where a policy or a planner asks; targets take the least
-    dropout:  on the first layer, in training only; its random numbers are an argument
-    context:  width of what stands beside the action (a task's embedding)
+    reduce:   how the values of two members are combined for policy and planner; targets use the minimum
+    dropout:  of the first layer, in training only; its noise is an argument
+    context:  width of the task embedding that is concatenated to the action
     """
 
     def __init__(
@@ -253,9 +256,11 @@ class QEnsembleController(nn.Module):
     ) -> None:
         super().__init__()
         if members < PAIR:
-            raise ConfigError(f"a value is taken from {PAIR} members, so there must be at least as many")
+            raise ConfigError(
+                f"critic members={members} must be at least {PAIR}, because a value is computed from {PAIR} members"
+            )
         if reduce not in REDUCTIONS:
-            raise ConfigError(f"reduce is '{reduce}'; it can be {' or '.join(REDUCTIONS)}")
+            raise ConfigError(f"critic reduce is '{reduce}': set it to {' or '.join(REDUCTIONS)}")
         self.members = members
         self.dropout = dropout
         self.reduce = reduce
@@ -267,7 +272,7 @@ class QEnsembleController(nn.Module):
     def forward(
         self, latent: torch.Tensor, control: torch.Tensor, dropout: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Latent (…, L), control (…, A + context), dropout (E, rows, units) uniform -> logits (E, …, bins)."""
+        """Latent (…, L), control (…, A + context), dropout noise (E, rows, units) -> logits (E, …, bins)."""
         return self.online(latent, control, dropout=dropout, rate=self.dropout)
 
     def loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -279,7 +284,7 @@ class QEnsembleController(nn.Module):
         return self.regression.mean(logits)
 
     def value(self, latent: torch.Tensor, control: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """What a policy or planner maximises: (…), from two members' weights (`online.select`)."""
+        """The value (…) that policy and planner maximise, from two members (`online.select`)."""
         values = self.regression.mean(self.online(latent, control, weights=weights))
         return self.combine(values)
 
@@ -289,7 +294,7 @@ class QEnsembleController(nn.Module):
 
     @torch.no_grad()
     def target(self, latent: torch.Tensor, control: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
-        """The lesser of two slow members' values, without dropout: (…)."""
+        """Minimum of two target-network members (…), without dropout."""
         slow: Any = self.slow.network
         logits = slow(latent, control, weights=slow.select(pair))
         return self.regression.mean(logits).amin(0)

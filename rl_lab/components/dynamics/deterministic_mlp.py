@@ -1,4 +1,4 @@
-"""The simplest dynamics: the next latent is a function of this one and the action."""
+"""Deterministic dynamics: the next latent is a function of the latent and the action."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_lab.records import Spec
 
 
 class DeterministicMLP(nn.Module):
-    """next = latent + MLP(latent, action), or the MLP alone with `residual=False`."""
+    """next = latent + MLP(latent, action), or MLP(latent, action) with `residual=False`."""
 
     def __init__(
         self, latent_dim: int, action_dim: int, *, units: int = 256, layers: int = 2, residual: bool = True
@@ -23,27 +23,23 @@ class DeterministicMLP(nn.Module):
         self.mlp = MLP(latent_dim + action_dim, units, layers, outputs=latent_dim)
 
     def forward(self, latent: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """latent: (…, L), action: (…, A) as numbers or one-hot -> next latent (…, L)."""
+        """latent: (…, L), action: (…, A) continuous or one-hot -> next latent (…, L)."""
         change = self.mlp(torch.cat([latent, action.to(latent.dtype)], -1))
         return latent + change if self.residual else change
 
     def imagine(self, latent: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """A rollout: latent (B, L), actions (B, H, A) -> latents (B, H+1, L), the first being the given one."""
+        """Rollout: latent (B, L), actions (B, H, A) -> latents (B, H+1, L), starting with the given one."""
         latents = [latent]
         for action in actions.unbind(1):
             latents.append(self(latents[-1], action))
         return torch.stack(latents, 1)
 
 
-# --------------------
-# TD-MPC2's dynamics: the next latent from latent and action, on the simplices of SimNorm.
-
-
 class LatentDynamics(nn.Module):
-    """next = SimNorm(LayerNorm(MLP(latent, action))).
+    """Dynamics of TD-MPC2: next = SimNorm(LayerNorm(MLP(latent, action))).
 
-    context:  width of what stands beside the action (a task's embedding)
-    out:      how the last layer ends; `plain` leaves the latent unbounded, as TD-MPC's first version does
+    context:  width of the task embedding that is concatenated to the action
+    out:      kind of the last layer; `plain` leaves the latent unbounded, as in the first TD-MPC
     """
 
     def __init__(
@@ -65,5 +61,5 @@ class LatentDynamics(nn.Module):
     def forward(
         self, latent: torch.Tensor, control: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """latent: (…, L), control: (…, A + context) -> next latent (…, L); out: (R, L) where it is to be written."""
+        """latent: (…, L), control: (…, A + context) -> next latent (…, L), also in `out` (R, L) if given."""
         return self.mlp(latent, control, out=out)

@@ -1,7 +1,8 @@
-"""M of World Models: an LSTM that predicts the next latent as a mixture of normals (Ha and Schmidhuber 2018).
+"""The model M of World Models: an LSTM with a mixture density output (Ha and Schmidhuber 2018).
 
-Every latent dimension has a mixture of its own, as in hardmaru/WorldModelsExperiments (rnn/rnn.py). The heads for the
-reward (as in ctallec/world-models) and for the episode's end (as in the original's Doom part) make it a world to act in.
+Each latent dimension has its own mixture, as in hardmaru/WorldModelsExperiments (rnn/rnn.py). The heads for
+the reward (as in ctallec/world-models) and for the end of the episode (as in the original's Doom agent) make
+it a complete environment model.
 """
 
 from __future__ import annotations
@@ -16,17 +17,14 @@ from torch import nn
 from rl_lab.components.nn.actions import ActionEncoder
 from rl_lab.records import Spec
 
-# --------------------
-# An LSTM layer as TensorFlow's basic cell has it: one bias, and a forget gate that starts open.
-
-
 State = dict[str, torch.Tensor]  # h, c: (N, units)
 
 
 class LSTM(nn.LSTM):
-    """One layer, batch first. torch's second bias is a buffer of zeros: it would add nothing but parameters.
+    """One LSTM layer as TensorFlow's BasicLSTMCell: batch first, one bias, forget gate biased to 1.
 
-    The fused call (cuDNN on a GPU) takes whole sequences; `step` is one step of the same weights.
+    torch's second bias, which is redundant, is a buffer of zeros. `sequence` is one fused call (cuDNN on a
+    GPU); `step` computes a single step with the same weights.
     """
 
     weight_ih_l0: torch.Tensor
@@ -68,16 +66,12 @@ class LSTM(nn.LSTM):
         return out, {"h": h.squeeze(0), "c": c.squeeze(0)}
 
 
-# --------------------
-# Mixtures of normals, one for each number: density, and sampling at a temperature.
-
-
 HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
 
 
 @dataclass
 class Mixture:
-    """Independent mixtures of K normals for D numbers: each tensor (…, D, K)."""
+    """Independent mixtures of K normals for D dimensions; each tensor is (…, D, K)."""
 
     log_weight: torch.Tensor  # normalised over K
     mean: torch.Tensor
@@ -85,12 +79,12 @@ class Mixture:
 
     @classmethod
     def from_raw(cls, raw: torch.Tensor, components: int) -> Mixture:
-        """raw: (…, D · 3 · K) as a linear layer gives it."""
+        """raw: (…, D · 3 · K), the output of a linear layer."""
         logit, mean, log_std = raw.float().unflatten(-1, (-1, 3, components)).unbind(-2)
         return cls(torch.log_softmax(logit, -1), mean, log_std)
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
-        """value: (…, D) -> log density of each number, (…, D)."""
+        """value: (…, D) -> log density of each dimension, (…, D)."""
         scaled = (value.unsqueeze(-1) - self.mean) * torch.exp(-self.log_std)
         return torch.logsumexp(self.log_weight - 0.5 * scaled.square() - self.log_std - HALF_LOG_TAU, -1)
 
@@ -99,11 +93,13 @@ class Mixture:
     ) -> torch.Tensor:
         """uniform, normal: (…, D) -> (…, D).
 
-        The weights' logits are divided by the temperature and the deviations multiplied by its root (World Models):
-        towards 0 the likeliest component's mean, above 1 more uncertain than the model is.
+        The logits of the weights are divided by the temperature, the standard deviations multiplied by its
+        square root (World Models): near 0 this gives the mean of the likeliest component, above 1 it adds
+        uncertainty.
         """
         weight = torch.softmax(self.log_weight / temperature, -1)
-        # The first component whose cumulated weight passes the uniform number; rounding may leave the last short of 1.
+        # The first component whose cumulative weight reaches the uniform value; clamped, because rounding may
+        # leave the last one below 1.
         index = (weight.cumsum(-1) < uniform.unsqueeze(-1)).sum(-1, keepdim=True)
         index = index.clamp(max=weight.shape[-1] - 1)
         mean = self.mean.gather(-1, index).squeeze(-1)
@@ -113,15 +109,15 @@ class Mixture:
 
 @dataclass
 class Prediction:
-    """What M expects to arrive next."""
+    """Prediction of the next step."""
 
     latent: Mixture  # (…, D, K)
-    reward: torch.Tensor | None  # (…), None without the head
+    reward: torch.Tensor | None  # (…), None if there is no head
     done_logit: torch.Tensor | None  # (…)
 
 
 class MDNRNN(nn.Module):
-    """Memory h_{t+1} from (h_t, z_t, a_t); from it the mixture of z_{t+1}, the reward and the end that come with it."""
+    """h_{t+1} from (h_t, z_t, a_t); from h_{t+1} the mixture of z_{t+1}, its reward and termination."""
 
     def __init__(
         self,
@@ -147,10 +143,10 @@ class MDNRNN(nn.Module):
                 nn.init.xavier_uniform_(head.weight)
                 nn.init.zeros_(head.bias)
 
-    # ---------------------------------------------------------------- memory
+    # ---------------------------------------------------------------- recurrence
 
     def reset_state(self, size: int) -> State:
-        """Memory before an episode's first step: h and c, (size, hidden), zero."""
+        """LSTM state before the first step of an episode: zeros h and c, (size, hidden)."""
         return self.lstm.initial_state(size)
 
     def observe(
@@ -158,9 +154,9 @@ class MDNRNN(nn.Module):
         state: State,
         z: torch.Tensor,  # (N, latent)
         action: torch.Tensor,  # (N, …) as stored
-        is_first: torch.Tensor | None = None,  # (N,) bool: rows that begin an episode
+        is_first: torch.Tensor | None = None,  # (N,) bool: rows that start an episode
     ) -> State:
-        """Memory after seeing z and doing the action; where `is_first`, what was before is forgotten."""
+        """LSTM state after z and the action; it is reset before the step where `is_first`."""
         if is_first is not None:
             keep = (~is_first).float().unsqueeze(-1)
             state = {key: value * keep for key, value in state.items()}
@@ -173,9 +169,9 @@ class MDNRNN(nn.Module):
         action: torch.Tensor,  # (B, T, …)
         is_first: torch.Tensor | None = None,  # (B, T) bool
     ) -> tuple[torch.Tensor, State]:
-        """Memory after each step, (B, T, hidden), and the last state.
+        """Hidden state h after each step (B, T, hidden), and the last state.
 
-        Without `is_first` the sequence lies in one episode, and one fused call does it all.
+        Without `is_first` the sequence must be from one episode; one fused call then computes it.
         """
         if is_first is None:
             return self.lstm.sequence(self._inputs(z, action), state)
@@ -191,7 +187,7 @@ class MDNRNN(nn.Module):
     # ---------------------------------------------------------------- prediction
 
     def predict(self, h: torch.Tensor) -> Prediction:
-        """h: (…, hidden), memory after an action -> what comes next."""
+        """h: (…, hidden) after an action -> prediction of the next step."""
         return Prediction(
             latent=Mixture.from_raw(self.to_mixture(h), self.mixtures),
             reward=None if self.to_reward is None else self.to_reward(h).squeeze(-1).float(),
@@ -201,13 +197,13 @@ class MDNRNN(nn.Module):
     def losses(
         self,
         prediction: Prediction,  # (B, T)
-        z: torch.Tensor,  # (B, T, latent), what came
+        z: torch.Tensor,  # (B, T, latent) targets
         reward: torch.Tensor,  # (B, T)
         terminated: torch.Tensor,  # (B, T) bool
         *,
         done_weight: float,
     ) -> dict[str, torch.Tensor]:
-        """Negative log likelihood (mean over latent dimensions), squared reward error, weighted cross entropy: (B, T)."""
+        """Losses (B, T): mean negative log likelihood, squared reward error, weighted cross entropy."""
         losses = {"latent": -prediction.latent.log_prob(z).mean(-1)}
         if prediction.reward is not None:
             losses["reward"] = (prediction.reward - reward).square()

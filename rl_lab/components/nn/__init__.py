@@ -1,1 +1,1 @@
-"""nn."""
+"""Layers, losses and optimizers that several algorithms share."""

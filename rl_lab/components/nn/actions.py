@@ -1,7 +1,8 @@
-"""Action distributions of a policy network: what its raw outputs mean.
+"""Action distributions of policy networks, and the encoding of actions as network inputs.
 
-Each has `width` (raw outputs), `noise_kind` and `noise_shape` (random numbers for one sample), and maps raw outputs
-(…, width) to actions as they are stored. Densities and entropies are float32, summed over the action's parts: (…).
+A distribution has `width` (number of raw outputs) and `noise_kind`, `noise_shape` (the random values of one
+sample). It maps raw outputs (…, width) to stored actions. Log probabilities and entropies are float32 (…),
+summed over an action's parts.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from typing import Literal
 import torch
 from torch import nn
 
+from rl_lab.components.kernels.sampling import bounded_normal, limit_action, sample_normal
 from rl_lab.components.nn.categorical import sample_index, unimix_probs
-from rl_lab.components.nn.kernels.normal_action import bounded_normal, limit_action, sample_normal
 from rl_lab.records import ActionSpec
 
 
 class CategoricalPolicy:
-    """One or several independent choices. `unimix` mixes in the uniform distribution.
+    """One or several independent categorical variables. `unimix` is the weight of the uniform distribution.
 
-    DreamerV3's published code sets unimix 0.01 here, but its current form ignores it (danijar/dreamerv3 @ e3f0224).
+    DreamerV3's published code sets unimix 0.01 here, but the current version ignores it (danijar/dreamerv3 @
+    e3f0224).
     """
 
     noise_kind: Literal["uniform", "normal"] = "uniform"
@@ -65,15 +67,16 @@ class CategoricalPolicy:
 
     def random(self, noise: torch.Tensor) -> torch.Tensor:
         """A uniformly random action from uniform noise (…, k)."""
-        # Number by number: nothing is sent from the host, so it can be recorded. noise × count may round up to count.
+        # One variable at a time: no tensor is copied from the host, so a CUDA graph can capture it. Clamped,
+        # because noise × count may round up to count.
         draws = zip(noise.unbind(-1), self.choices)
         return self._join([(u * count).long().clamp(max=count - 1) for u, count in draws])
 
 
 class NormalPolicy:
-    """Independent normals with mean tanh(raw) and a bounded deviation; samples are not squashed.
+    """Independent normals with mean tanh(raw) and bounded standard deviation; samples are not squashed.
 
-    The environment clips to [-1, 1]. DreamerV3 (danijar/dreamerv3 heads.py, `bounded_normal`).
+    The environment clips them to [-1, 1]. DreamerV3 (danijar/dreamerv3 heads.py, `bounded_normal`).
     """
 
     noise_kind: Literal["uniform", "normal"] = "normal"
@@ -110,16 +113,15 @@ class NormalPolicy:
 
 
 def make_policy(action: ActionSpec, *, unimix: float = 0.0) -> CategoricalPolicy | NormalPolicy:
-    """The distribution that fits an action space."""
+    """The distribution for an action space."""
     return NormalPolicy(action) if action.kind == "continuous" else CategoricalPolicy(action, unimix=unimix)
 
 
-# --------------------
-# Actions as a network sees them.
+# --- Actions as network inputs ---
 
 
 class ActionEncoder(nn.Module):
-    """Discrete choices become one-hot vectors side by side; continuous actions stay, limited to [-1, 1]."""
+    """Concatenated one-hot vectors of discrete actions; continuous actions limited to [-1, 1]."""
 
     variable: torch.Tensor
     choice: torch.Tensor
@@ -128,7 +130,7 @@ class ActionEncoder(nn.Module):
         super().__init__()
         self.kind = action.kind
         self.out_features = action.size
-        # Output i of a discrete encoding asks: is variable[i] of the action equal to choice[i]?
+        # Output i of a discrete encoding is 1 if variable[i] of the action equals choice[i].
         pairs = [(v, c) for v, count in enumerate(action.choices) for c in range(count)]
         self.register_buffer(
             "variable", torch.tensor([v for v, _ in pairs], dtype=torch.int64), persistent=False
@@ -146,12 +148,8 @@ class ActionEncoder(nn.Module):
         return (action[..., self.variable] == self.choice).to(dtype)
 
 
-# --------------------
-# The way back from actions as networks see them: the reverse of ActionEncoder.
-
-
 def stored_action(action: torch.Tensor, spec: ActionSpec) -> torch.Tensor:
-    """(…, A) numbers or one-hot choices -> as stored and sent: (…, d) floats, (…, k) or (…) integers."""
+    """Inverse of `ActionEncoder`: (…, A) -> (…, d) floats, (…, k) or (…) integers."""
     if spec.kind == "continuous":
         return action
     chosen = [part.argmax(-1) for part in action.split(spec.choices, -1)]

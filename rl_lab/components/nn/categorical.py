@@ -1,7 +1,7 @@
 """Categorical variables: uniform mixture, sampling from given noise, straight-through gradients, KL, entropy.
 
-Probabilities and logarithms are float32. Random numbers are arguments: drawing them is the caller's business, so that
-a captured graph and an eager call can be given the same ones.
+Probabilities and log probabilities are float32. The caller draws the random values, so that a captured CUDA
+graph and an eager call can use the same ones.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ def unimix_probs(logits: torch.Tensor, unimix: float = 0.01) -> torch.Tensor:
 
 def sample_index(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Inverse of the cumulative distribution: probs (…, C), noise (…) uniform in [0, 1) -> (…) int64."""
-    # The last class takes what rounding leaves above the sum, so only C-1 borders are compared.
-    borders = torch.cumsum(probs, -1)[..., :-1]
-    return (borders <= noise.unsqueeze(-1)).sum(-1)
+    # Only C-1 cumulative values are compared: where rounding leaves the sum below 1, the last class takes the
+    # rest.
+    cumulative = torch.cumsum(probs, -1)[..., :-1]
+    return (cumulative <= noise.unsqueeze(-1)).sum(-1)
 
 
 def one_hot(index: torch.Tensor, classes: int) -> torch.Tensor:
-    """(…) integers -> (…, classes) float32, without the host check of torch's own."""
+    """(…) integers -> (…, classes) float32, without the device-to-host check of `F.one_hot`."""
     return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).float()
 
 
 def straight_through(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """One-hot sample whose gradient is that of the probabilities: probs (…, C), noise (…) -> (…, C)."""
+    """One-hot sample with the gradient of the probabilities: probs (…, C), noise (…) -> (…, C)."""
     sample = one_hot(sample_index(probs.detach(), noise), probs.shape[-1])
-    # In this order the added term is exactly 0 in the forward pass.
+    # Summed in this order, the added term is exactly 0 in the forward pass.
     return sample + (probs - probs.detach()) if probs.requires_grad else sample
 
 

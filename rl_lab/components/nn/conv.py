@@ -1,4 +1,4 @@
-"""Convolution blocks that halve or double an image, as in DreamerV3's 2025 form: kernel 5, stride 1."""
+"""Convolution blocks of DreamerV3's 2025 version, which downsample or upsample images 2×."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.nn.kernels.images import PoolNormSiLU, UnfoldNormSiLU, fold, unfold
+from rl_lab.components.kernels.pool_norm_silu import PoolNormSiLU, UnfoldNormSiLU, fold, unfold
 from rl_lab.components.nn.mlp import RMSNorm, truncated_normal_
 from rl_lab.components.nn.precision import product_dtype
 
@@ -60,43 +60,40 @@ def upsample(x: torch.Tensor) -> torch.Tensor:
 
 
 def norm_act(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """Norm over the channel axis, then SiLU. Free of copies when x is in channels-last memory."""
+    """Norm over the channel axis, then SiLU. Makes no copy if x is in channels-last memory format."""
     return F.silu(norm(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
 
 
-# --------------------
-# The convolution blocks of conv.py on folded images: the same numbers from better-shaped products.
+# --- Fast path: the same blocks on folded images ---
+# A 5×5 convolution of a large image with few channels leaves a GPU's tensor cores idle. Folding each 2×2
+# patch into channels, (N, H, W, C) -> (N, H/2, W/2, 4C), gives a 3×3 convolution of a quarter of the pixels
+# with four times the input and output channels. The 3×3 weights are a product of the 5×5 weights with a
+# constant 0/1 matrix, so autograd computes the gradient of the 5×5 weights.
 #
-# A 5×5 convolution of a large image with few channels keeps a GPU's matrix units idle. Folding a 2×2 patch into channels,
-# (N, H, W, C) -> (N, H/2, W/2, 4C), turns it into a 3×3 convolution of a quarter of the pixels with four times the channels
-# on both sides. The weights are spread by a constant 0/1 matrix (`FOLD`, `UPSAMPLE`), so that their gradient comes back to
-# the 5×5 weights by itself.
-#
-# - Down (conv, 2×2 max-pool): 1.44 times the arithmetic, so it pays while channels are few (`FOLD_UP_TO`); the four
-#   values of a pooling patch lie side by side.
-# - Up (nearest 2× upsampling, conv): each pixel of the small image is read instead of its four copies: 2.8 times *less*
-#   arithmetic, and the upsampled image is never written.
-
+# - Down (conv, 2×2 max-pool): 1.44 times the FLOPs, so it is faster only with few channels (`FOLD_UP_TO`);
+#   the four values of a pooling patch are adjacent.
+# - Up (nearest 2× upsampling, conv): reads each pixel of the small image once instead of four copies: 2.8
+#   times *fewer* FLOPs, and the upsampled image is never stored.
 
 FOLD_UP_TO = 64  # input channels
-ALIGNMENT = 8  # channels are padded to a multiple: tensor cores read 16 bytes at once
+ALIGNMENT = 8  # channels are padded to a multiple of this, because tensor cores read 16 bytes at a time
 
 
 @lru_cache(maxsize=8)
 def _fold_matrix(device: torch.device) -> torch.Tensor:
-    """(25, 2·2·2·2·3·3): does tap (k, l) lead from patch position (p, q) of cell (y, x) to position (a, b)?"""
-    one = torch.zeros(5, 2, 2, 3)  # tap, to, from, cell
+    """(25, 2·2·2·2·3·3): 1 if tap (k, l) connects position (p, q) of input patch (y, x) to output (a, b)."""
+    one = torch.zeros(5, 2, 2, 3)  # tap, output position, input position, input patch
     for a in range(2):
         for k in range(5):
-            at = a + k - 2  # pixels from the cell's first row
-            one[k, a, at % 2, at // 2 + 1] = 1.0
+            row = a + k - 2  # relative to the patch's first row
+            one[k, a, row % 2, row // 2 + 1] = 1.0
     return torch.einsum("kapy,lbqx->klabpqyx", one, one).reshape(25, -1).to(device)
 
 
 @lru_cache(maxsize=8)
 def _upsample_matrix(device: torch.device) -> torch.Tensor:
-    """(25, 2·2·3·3): does tap (k, l) of the upsampled image lead from cell (y, x) to position (a, b)?"""
-    one = torch.zeros(5, 2, 3)  # tap, to, cell
+    """(25, 2·2·3·3): 1 if tap (k, l) of the upsampled image connects input pixel (y, x) to output (a, b)."""
+    one = torch.zeros(5, 2, 3)  # tap, output position, input pixel
     for a in range(2):
         for k in range(5):
             one[k, a, (a + k - 2) // 2 + 1] = 1.0
@@ -104,7 +101,7 @@ def _upsample_matrix(device: torch.device) -> torch.Tensor:
 
 
 def fold_weight(weight: torch.Tensor) -> torch.Tensor:
-    """(O, I, 5, 5) -> (4·O, 4·I, 3, 3), both folded as images are."""
+    """(O, I, 5, 5) -> (4·O, 4·I, 3, 3), for folded inputs and outputs."""
     o, i = weight.shape[:2]
     with torch.autocast(weight.device.type, enabled=False):
         taps = weight.flatten(2) @ _fold_matrix(weight.device)
@@ -113,7 +110,7 @@ def fold_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def upsample_weight(weight: torch.Tensor) -> torch.Tensor:
-    """(O, I, 5, 5) -> (4·O, I, 3, 3): upsampling and convolution in one, the result folded."""
+    """(O, I, 5, 5) -> (4·O, I, 3, 3): upsampling and convolution in one; the output is folded."""
     o, i = weight.shape[:2]
     with torch.autocast(weight.device.type, enabled=False):
         taps = weight.flatten(2) @ _upsample_matrix(weight.device)
@@ -121,7 +118,7 @@ def upsample_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Same-size convolution of (N, H, W, I) by (O, I, k, k) -> (N, H, W, O), channels padded to `ALIGNMENT`."""
+    """Same-size convolution of (N, H, W, I) by (O, I, k, k) -> (N, H, W, O), with padded channels."""
     outputs, inputs, kernel, _ = weight.shape
     pad_in, pad_out = -inputs % ALIGNMENT, -outputs % ALIGNMENT
     if pad_in or pad_out:
@@ -134,7 +131,7 @@ def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def encode_folded(blocks: Sequence[Any], image: torch.Tensor) -> torch.Tensor:
-    """A chain of `ConvDown` on (N, C, H, W) uint8 -> (N, h, w, c)."""
+    """Apply the `ConvDown` blocks to (N, C, H, W) uint8 -> (N, h, w, c)."""
     x = (image.permute(0, 2, 3, 1).float() / 255.0 - 0.5).to(product_dtype(image.device))
     folded = [block.conv.in_channels <= FOLD_UP_TO for block in blocks]
     x = fold(x) if folded[0] else x.contiguous()
@@ -148,7 +145,7 @@ def encode_folded(blocks: Sequence[Any], image: torch.Tensor) -> torch.Tensor:
 
 
 def decode_folded(ups: Sequence[Any], out: Any, x: torch.Tensor) -> torch.Tensor:
-    """A chain of `ConvUp` on (N, h, w, c), then upsampling and `out`'s convolution -> (N, H, W, C) before the sigmoid."""
+    """Apply the `ConvUp` blocks to (N, h, w, c), upsample, apply `out` -> (N, H, W, C) before the sigmoid."""
     for up in ups:
         y = convolve(x, upsample_weight(up.conv.weight))
         x = UnfoldNormSiLU.apply(y, up.conv.bias, up.norm.weight, up.norm.eps)

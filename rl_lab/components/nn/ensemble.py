@@ -1,4 +1,4 @@
-"""Several small networks of one shape, computed together: stacked weights, one batched product per layer."""
+"""Ensembles of MLPs with stacked weights: one batched matrix product per layer."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_lab.components.kernels.norm_activate import FUSED, fused_norm_activate
 from rl_lab.components.nn.fast_path import fast
-from rl_lab.components.nn.kernels.norm_activate import FUSED, fused_norm_activate
-from rl_lab.components.nn.normed_mlp import EPS, activate, initialise, missing, pad_to, parse_layer
+from rl_lab.components.nn.normed_mlp import EPS, activate, initialise, pad_to, padding, parse_layer
 
-Weights = list[
-    dict[str, torch.Tensor]
-]  # by layer: input0, input1, …, bias, and scale, shift where it has a norm
+# For each layer: input0, input1, …, bias, and scale, shift if the layer has a norm.
+Weights = list[dict[str, torch.Tensor]]
 
 
 def norm_activate_stacked(
     x: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """As `norm_activate`, with a norm for each member: x (E, rows, F), bias, scale and shift (E, 1, F)."""
+    """As `norm_activate`, with one norm per member: x (E, rows, F), bias, scale and shift (E, 1, F)."""
     if fast() and activation in FUSED:
         start = None if bias is None else bias.squeeze(1)
         out = None if torch.is_grad_enabled() else x
@@ -32,7 +31,7 @@ def norm_activate_stacked(
 
 
 class EnsembleMLP(nn.Module):
-    """`members` independent MLPs; the last layer starts at zero where `zero`."""
+    """`members` independent MLPs; with `zero` the last layer's weights start at zero."""
 
     def __init__(
         self,
@@ -49,24 +48,24 @@ class EnsembleMLP(nn.Module):
         self.members = members
         self.units = units
         self.outputs = outputs
-        self.words = [*hidden, "plain"]
+        self.layer_kinds = [*hidden, "plain"]
         widths: list[int] = list(inputs)
-        for number, word in enumerate(self.words):
+        for number, kind in enumerate(self.layer_kinds):
             last = number == len(hidden)
-            self._add_layer(number, widths, outputs if last else units, word, init=init, zero=zero and last)
+            self._add_layer(number, widths, outputs if last else units, kind, init=init, zero=zero and last)
             widths = [units]
 
     def _add_layer(
-        self, number: int, inputs: Sequence[int], outputs: int, word: str, *, init: str, zero: bool
+        self, number: int, inputs: Sequence[int], outputs: int, kind: str, *, init: str, zero: bool
     ) -> None:
         joint = torch.empty(self.members, outputs, sum(inputs))
         for weight in joint:
             weight.zero_() if zero else initialise(weight, init)
-        for place, part in enumerate(joint.split(list(inputs), -1)):
-            stacked = torch.empty(self.members, inputs[place], outputs)
-            self._add(f"input{place}", number, stacked.copy_(part.transpose(1, 2)))
+        for index, part in enumerate(joint.split(list(inputs), -1)):
+            stacked = torch.empty(self.members, inputs[index], outputs)
+            self._add(f"input{index}", number, stacked.copy_(part.transpose(1, 2)))
         self._add("bias", number, torch.zeros(self.members, 1, outputs))
-        if parse_layer(word)[0]:
+        if parse_layer(kind)[0]:
             self._add("scale", number, torch.ones(self.members, 1, outputs))
             self._add("shift", number, torch.zeros(self.members, 1, outputs))
 
@@ -74,28 +73,28 @@ class EnsembleMLP(nn.Module):
         self.register_parameter(f"{name}_{layer}", nn.Parameter(value))
 
     def widen(self, multiple: int) -> None:
-        """Zeros beside the weights until their widths are multiples, as for a Layer."""
-        last = len(self.words) - 1
+        """Pad the weights with zeros to multiples of `multiple`, as `Layer.widen` does."""
+        last = len(self.layer_kinds) - 1
         for name, value in list(self.named_parameters()):
             kind, _, layer = name.rpartition("_")
-            # A norm over the outputs must not see zeros that are not there.
-            normed = parse_layer(self.words[int(layer)])[0] or int(layer) != last
-            more = 0 if normed else missing(self.outputs, multiple)
-            rows = missing(value.shape[1], multiple) if kind.startswith("input") else 0
+            # Outputs are not padded before a norm: the zeros would change its mean and variance.
+            normed = parse_layer(self.layer_kinds[int(layer)])[0] or int(layer) != last
+            more = 0 if normed else padding(self.outputs, multiple)
+            rows = padding(value.shape[1], multiple) if kind.startswith("input") else 0
             padded = F.pad(value.detach(), (0, more, 0, rows))
             setattr(self, name, nn.Parameter(padded, requires_grad=False))
 
     def weights(self) -> Weights:
-        """The tensors of each layer, (E, …) each. In a slow copy they are buffers."""
+        """The tensors of each layer, (E, …) each. In a `SlowCopy` they are buffers."""
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        layers: Weights = [{} for _ in self.words]
+        layers: Weights = [{} for _ in self.layer_kinds]
         for name, value in tensors.items():
             kind, _, layer = name.rpartition("_")
             layers[int(layer)][kind] = value
         return layers
 
     def select(self, index: torch.Tensor) -> Weights:
-        """The weights of some members, detached: index (K,) -> tensors (K, …)."""
+        """Detached weights of the selected members: index (K,) -> tensors (K, …)."""
         return [
             {name: value.detach().index_select(0, index) for name, value in layer.items()}
             for layer in self.weights()
@@ -104,25 +103,25 @@ class EnsembleMLP(nn.Module):
     def forward(
         self,
         *parts: torch.Tensor,  # (…, inputs[i]) each
-        weights: Weights | None = None,  # of members chosen by `select`; None: all members
+        weights: Weights | None = None,  # from `select`; None: all members
         dropout: torch.Tensor | None = None,  # (E, rows, units) uniform, with `rate`
         rate: float = 0.0,
     ) -> torch.Tensor:
-        """-> (E, …, outputs). Dropout falls on the first layer, before its norm, as in TD-MPC2."""
+        """-> (E, …, outputs). Dropout is applied to the first layer, before its norm, as in TD-MPC2."""
         batch = parts[0].shape[:-1]
         layers = self.weights() if weights is None else weights
         members = len(layers[0]["bias"])
         x = [part.reshape(1, -1, part.shape[-1]).expand(members, -1, -1) for part in parts]
-        for number, (layer, word) in enumerate(zip(layers, self.words)):
+        for number, (layer, kind) in enumerate(zip(layers, self.layer_kinds)):
             y = torch.bmm(pad_to(x[0], layer["input0"].shape[1]), layer["input0"])
-            for place in range(1, len(x)):
-                # In place: added by the product itself, without a copy of y before it.
-                weight = layer[f"input{place}"]
-                y = y.baddbmm_(pad_to(x[place], weight.shape[1]).to(y.dtype), weight.to(y.dtype))
-            bias: torch.Tensor | None = layer.get("bias")  # who has taken it out adds it later
+            for index in range(1, len(x)):
+                # In place: the product adds to y without copying it first.
+                weight = layer[f"input{index}"]
+                y = y.baddbmm_(pad_to(x[index], weight.shape[1]).to(y.dtype), weight.to(y.dtype))
+            bias: torch.Tensor | None = layer.get("bias")  # a caller that removed it adds it later
             if number == 0 and dropout is not None and rate > 0.0:
                 y, bias = (y + layer["bias"]) * ((dropout >= rate) * (1.0 / (1.0 - rate))), None
-            has_norm, activation = parse_layer(word)
+            has_norm, activation = parse_layer(kind)
             if has_norm:
                 y = norm_activate_stacked(y, bias, layer["scale"], layer["shift"], activation)
             else:

@@ -1,7 +1,8 @@
-"""Whether the fast forms of networks are used: fused kernels, a scan with its own backward pass, cheaper convolutions.
+"""The fast path of networks: fused kernels, compiled pointwise functions, side streams.
 
-The plain modules are the specification; tests hold the fast forms to their numbers. A workflow switches them on around
-the work that they speed up. On CUDA the pieces are Triton kernels, elsewhere their plain torch definitions.
+The plain modules are the specification; tests compare the fast implementations with them. A workflow enables
+the fast path around the code that it speeds up. Fused operations are Triton kernels on CUDA and plain torch
+code elsewhere.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ import torch
 from rl_lab.errors import ConfigError
 
 CHOICES = ("auto", "on", "off")
-_state = threading.local()
+_state = threading.local()  # of `fast_path`
+_compiling = threading.local()  # of `compiling`
 
 
 def fast() -> bool:
-    """Whether fast forms are wanted here."""
+    """Whether the fast path is enabled in this thread."""
     return getattr(_state, "on", False)
 
 
 def fast_without_gradient(x: torch.Tensor) -> bool:
-    """Whether a kernel that knows no gradient may work on x here."""
+    """Whether a kernel without a backward pass may be used for x."""
     return x.is_cuda and fast() and not (x.requires_grad and torch.is_grad_enabled())
 
 
 @contextlib.contextmanager
 def fast_path(on: bool = True) -> Iterator[None]:
-    """Fast forms inside the block."""
+    """Enable (or disable) the fast path inside the block."""
     before = fast()
     _state.on = on
     try:
@@ -43,10 +45,10 @@ def fast_path(on: bool = True) -> Iterator[None]:
 
 
 def resolve_fast_path(choice: str | bool, device: torch.device | str) -> bool:
-    """`auto`: on CUDA, where Triton is installed (it comes with torch's CUDA builds)."""
+    """Whether to use the fast path; `auto`: on CUDA with Triton, which torch's CUDA builds include."""
     name = {True: "on", False: "off"}.get(choice, choice) if isinstance(choice, bool) else str(choice)
     if name not in CHOICES:
-        raise ConfigError(f"training.fast_path is '{choice}'; it can be {', '.join(CHOICES)}")
+        raise ConfigError(f"training.fast_path is '{choice}': set it to one of {', '.join(CHOICES)}")
     on_cuda = torch.device(device).type == "cuda"
     has_triton = importlib.util.find_spec("triton") is not None
     if name == "on" and on_cuda and not has_triton:
@@ -54,36 +56,35 @@ def resolve_fast_path(choice: str | bool, device: torch.device | str) -> bool:
     return name == "on" or (name == "auto" and on_cuda and has_triton)
 
 
-# --------------------
-# Small functions that become one kernel each where a workflow asks for it.
-#
-# A network of small layers is bound by the number of kernels it launches. Compiling it whole takes minutes; compiling
-# only what stands between two matrix products takes seconds, and the same few functions serve every layer. The plain
-# function is the specification: outside the `compiling` block it is what runs.
+# --- Compiled pointwise functions ---
+# Small layers are bound by kernel launches. Compiling a complete network takes minutes; compiling only the
+# operations between two matrix products takes seconds, and all layers share the same few functions.
 
-
-# Widths, number formats, with and without gradients: one piece serves more kinds of calls than torch expects (8).
+# One function is called with many widths and dtypes, with and without gradients; torch's default limit is 8.
 RECOMPILE_LIMIT = 64
 
 
 @contextlib.contextmanager
 def compiling(on: bool = True) -> Iterator[None]:
-    """Pieces run compiled inside the block."""
-    before = getattr(_state, "on", False)
-    _state.on = on
+    """Run functions marked with `compiled_pointwise` compiled inside the block."""
+    before = getattr(_compiling, "on", False)
+    _compiling.on = on
     try:
         yield
     finally:
-        _state.on = before
+        _compiling.on = before
 
 
-def piece(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Marks such a function. One compilation serves any number of rows: only the last axis of a tensor is fixed."""
+def compiled_pointwise(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Decorator: compile the function inside a `compiling` block, run it as it is elsewhere.
+
+    All axes of a tensor but the last are dynamic, so one compilation serves any number of rows.
+    """
     compiled: list[Callable[..., torch.Tensor]] = []
 
     @functools.wraps(function)
     def call(*arguments: Any) -> torch.Tensor:
-        if not getattr(_state, "on", False) or torch.compiler.is_compiling():
+        if not getattr(_compiling, "on", False) or torch.compiler.is_compiling():
             return function(*arguments)
         if not compiled:
             limit = torch._dynamo.config.recompile_limit
@@ -98,34 +99,31 @@ def piece(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return call
 
 
-# --------------------
-# Work that the GPU may do beside other work: a stream that leaves the current one and comes back to it.
-#
-# It can be recorded into a CUDA graph. Memory is safe without more ado, because each lane's work is asked for and joined by
-# one and the same stream: what the work reads is held until it is joined, and the lane reuses what it allocated only after
-# the next start, which waits for all that was asked of the current stream until then.
-
+# --- Side streams ---
 
 T = TypeVar("T")
 _streams: dict[tuple[int, int], Any] = {}
 
 
-class Aside(Generic[T]):
-    """Starts work(*inputs) on a lane's stream; `join` gives its result, which the current stream may use from then on.
+class SideStream(Generic[T]):
+    """Runs work(*inputs) on a side stream, concurrently with the current stream; `join` returns the result.
 
-    Work of one lane is done in order. It has to be joined, and without gradients for others: what it gives may go on
-    backward only in later work of the same lane.
-    On the CPU, and on the plain path, it is a call.
+    Work on one stream runs in order. Each result must be joined; gradients may flow through it only in later
+    work on the same stream. On the CPU, and when the fast path is off, the work runs immediately.
+
+    A CUDA graph can capture it. `record_stream` is not needed, because the same stream starts and joins the
+    work: its inputs are held until it is joined, and the side stream reuses its memory only after the next
+    start, which waits for the current stream.
     """
 
-    def __init__(self, work: Callable[..., T], *inputs: Any, device: torch.device, lane: int = 0) -> None:
+    def __init__(self, work: Callable[..., T], *inputs: Any, device: torch.device, stream: int = 0) -> None:
         self._inputs = inputs
         self._stream: Any = None
         if device.type != "cuda" or not fast():
             self._result = work(*inputs)
             return
         self._device = device
-        self._stream = _stream(device, lane)
+        self._stream = _stream(device, stream)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             self._result = work(*inputs)
@@ -138,8 +136,8 @@ class Aside(Generic[T]):
         return self._result
 
 
-def _stream(device: torch.device, lane: int) -> Any:
+def _stream(device: torch.device, number: int) -> Any:
     index = torch.cuda.current_device() if device.index is None else device.index
-    if (index, lane) not in _streams:
-        _streams[index, lane] = torch.cuda.Stream(device)
-    return _streams[index, lane]
+    if (index, number) not in _streams:
+        _streams[index, number] = torch.cuda.Stream(device)
+    return _streams[index, number]

@@ -1,4 +1,4 @@
-"""Prediction heads on latent features: numbers by two-hot regression, and the chance of going on."""
+"""Prediction heads on latent states: rewards and values by regression, and whether the episode continues."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rl_lab.records import Spec
 
 
 class TwoHotHead(nn.Module):
-    """An MLP whose output is a two-hot distribution over numbers: reward or value.
+    """MLP with a two-hot distribution over scalars as output: reward or value.
 
-    The output layer starts at zero by default, so that the first predictions are exactly 0.
+    The output layer starts at zero by default, so that the initial predictions are exactly 0.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TwoHotHead(nn.Module):
 
 
 class ContinueHead(nn.Module):
-    """An MLP that predicts the probability that the episode goes on, discount included where so trained."""
+    """MLP that predicts the probability that the episode continues, times the discount if trained on it."""
 
     def __init__(self, *, features: int, units: int, layers: int, out_scale: float = 1.0) -> None:
         super().__init__()
@@ -73,15 +73,14 @@ class ContinueHead(nn.Module):
         return F.binary_cross_entropy_with_logits(logit, target, reduction="none")
 
 
-# --------------------
-# What TD-MPC predicts from a latent: the reward of an action, and whether the episode ends.
+# --- Heads of TD-MPC ---
 
 
 class LatentRewardHead(nn.Module):
-    """Reward of taking an action in a latent state. Its last layer starts at zero: so does the prediction.
+    """Reward of an action in a latent state. The last layer, and so the initial prediction, is zero.
 
-    bins:     two-hot bins; 0 regresses the number itself
-    context:  width of what stands beside the action (a task's embedding)
+    bins:     two-hot bins; 0 regresses the reward directly
+    context:  width of the task embedding that is concatenated to the action
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class LatentRewardHead(nn.Module):
 
 
 class TerminationHead(nn.Module):
-    """Probability that an episode is over in a latent state: only for tasks that terminate."""
+    """Probability that the episode terminates in a latent state; only for tasks that terminate."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class TerminationHead(nn.Module):
         self.mlp = NormedMLP([latent, context] if context else [latent], units, 1, hidden=hidden, init=init)
 
     def forward(self, latent: torch.Tensor, *task: torch.Tensor) -> torch.Tensor:
-        """latent: (…, L), task: (…, context) where there is one -> logit (…)."""
+        """latent: (…, L), task: (…, context) if `context` > 0 -> logit (…)."""
         return self.mlp(latent, *task).squeeze(-1).float()
 
     def predict(self, latent: torch.Tensor, *task: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What every trained part of a token world model returns: the sum to minimise, and what it is made of."""
+"""Losses with named terms, and reconstruction losses of images for tokenizers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rl_lab.errors import ConfigError
 
 @dataclass
 class LossWithIntermediateLosses:
-    """loss_total (0-d) has the gradient; intermediate_losses are named, detached, and already weighted."""
+    """loss_total (0-d) has the gradient; intermediate_losses are its weighted terms by name, detached."""
 
     loss_total: torch.Tensor
     intermediate_losses: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, **losses: torch.Tensor) -> LossWithIntermediateLosses:
-        """From weighted losses, 0-d each."""
+        """From weighted 0-d losses."""
         total = torch.stack([loss.float() for loss in losses.values()]).sum()
         return cls(total, {name: loss.detach() for name, loss in losses.items()})
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Mean over the places where mask, of the leading dimensions of values, is True; 0 where there is none."""
+    """Mean of values where mask, over their leading dimensions, is True; 0 if it is nowhere True."""
     if mask is None:
         return values.mean()
     weight = mask.to(values.dtype)
@@ -37,14 +37,16 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor
     return (values * weight).sum() / weight.sum().clamp(min=1.0)
 
 
-# --------------------
-# How wrong a reconstructed picture is: small parts, of which a tokenizer adds up any number, each with its weight.
-#
-# Each is a network part called with prediction and target, (M, C, H, W) with pixels in [0, 1], and gives (M,).
+# --- Reconstruction losses ---
 
 
 class ReconstructionLoss(nn.Module):
-    """weight: what it is multiplied with in the sum."""
+    """Maps prediction and target, (M, C, H, W) with pixels in [0, 1], to (M,).
+
+    A tokenizer minimises the weighted sum of any number of them.
+
+    weight: factor in the sum
+    """
 
     def __init__(self, *, weight: float = 1.0) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class SquaredPixelError(ReconstructionLoss):
 
 
 class WorstPixel(ReconstructionLoss):
-    """The largest squared error of any pixel: small things that matter are small shares of a mean (Δ-IRIS)."""
+    """Largest squared error of any pixel (Δ-IRIS): a mean gives small objects little weight."""
 
     def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (prediction - target).square().amax((-3, -2, -1))
@@ -72,9 +74,9 @@ def weighted_losses(
     losses: Mapping[str, Any] | nn.ModuleDict,
     prediction: torch.Tensor,  # (M, C, H, W)
     target: torch.Tensor,
-    mask: torch.Tensor | None,  # (M,) bool: which pictures count
+    mask: torch.Tensor | None,  # (M,) bool: images that count
 ) -> dict[str, torch.Tensor]:
-    """Each loss times its weight, 0-d, in float32; a weight of 0 is not computed."""
+    """Each loss times its weight, 0-d float32; losses of weight 0 are not computed."""
     prediction, target = prediction.float(), target.float()
     parts: list[tuple[str, Any]] = list(losses.items())
     return {
@@ -84,23 +86,20 @@ def weighted_losses(
     }
 
 
-# --------------------
-# Pictures compared by the features of a VGG16 (in the manner of LPIPS, Zhang et al. 2018). The network never learns.
-#
-# Weights come from a file; without one they are random, which is enough for timing and still compares edges, but is not
-# LPIPS. They are not saved with a run: the file, or the seed, brings them back.
-
-
-# Convolutions of each stage and their width as a multiple of the first; a pooling lies between stages. (VGG16)
+# VGG16: number of convolutions per stage, and their width as a multiple of the first; pooling between stages.
 STAGES = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # LPIPS' normalisation of [-1, 1] pixels
 
 
 class Perceptual(ReconstructionLoss):
-    """Squared differences of unit-length features after each stage, averaged over places, summed over stages.
+    """Distance of VGG16 features, as in LPIPS (Zhang et al. 2018). The network is not trained.
 
-    path:  a file of tensors named weight0, bias0, …, weight12, bias12 and, for the stages' own channel weights, stage0 …
-           stage4 (made with torch.save, read with weights_only); null: random weights from `seed`
+    Squared differences of unit-length features after each stage, averaged over pixels, summed over stages.
+    The weights are not saved with a run; they are restored from the file or the seed.
+
+    path:  file of tensors named weight0, bias0, …, weight12, bias12 and stage0 … stage4 (channel weights of
+           the stages), written with torch.save and read with weights_only; null: random weights from `seed`,
+           which suffice for timing and compare edges, but are not LPIPS
     width: channels of the first stage; 64 is VGG16
     """
 
@@ -117,9 +116,9 @@ class Perceptual(ReconstructionLoss):
     def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(prediction), device=prediction.device)
         pairs = zip(self._features(prediction), self._features(target))
-        for stage, (seen, wanted) in enumerate(pairs):
+        for stage, (predicted, wanted) in enumerate(pairs):
             difference = (
-                F.normalize(seen, dim=1, eps=1e-10) - F.normalize(wanted, dim=1, eps=1e-10)
+                F.normalize(predicted, dim=1, eps=1e-10) - F.normalize(wanted, dim=1, eps=1e-10)
             ).square()
             weights = getattr(self, f"stage{stage}")
             total = total + (difference * weights.view(-1, 1, 1)).sum(1).mean((-2, -1))
@@ -127,7 +126,7 @@ class Perceptual(ReconstructionLoss):
 
     def _features(self, pixels: torch.Tensor) -> list[torch.Tensor]:
         x = (pixels.expand(-1, 3, -1, -1) * 2.0 - 1.0 - self.get_buffer("shift")) / self.get_buffer("scale")
-        found, layer = [], 0
+        features, layer = [], 0
         for stage, (layers, _) in enumerate(STAGES):
             x = F.max_pool2d(x, 2) if stage else x
             for _ in range(layers):
@@ -135,8 +134,8 @@ class Perceptual(ReconstructionLoss):
                     F.conv2d(x, self.get_buffer(f"weight{layer}"), self.get_buffer(f"bias{layer}"), padding=1)
                 )
                 layer += 1
-            found.append(x)
-        return found
+            features.append(x)
+        return features
 
 
 def _random_weights(width: int, seed: int) -> dict[str, torch.Tensor]:
@@ -157,13 +156,13 @@ def _load(path: str) -> dict[str, torch.Tensor]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(
-            f"there are no perceptual weights at {file}: give a file, or path: null for random ones"
+            f"{file} has no perceptual weights: set path to a file of weights, or to null for random weights"
         )
     loaded = torch.load(file, weights_only=True, map_location="cpu")
     wanted = _random_weights(1, 0)
     missing = [name for name in wanted if name not in loaded]
     if missing:
         raise ConfigError(
-            f"{file} lacks the tensors {', '.join(missing[:4])}: see rl_lab/components/nn/losses.py"
+            f"{file} lacks the tensors {', '.join(missing[:4])}: write it as rl_lab/components/nn/losses.py describes"
         )
     return {name: loaded[name].float() for name in wanted}

@@ -1,4 +1,4 @@
-"""The block that every part is made of: Linear → RMSNorm → SiLU, repeated."""
+"""MLPs of DreamerV3 (Linear → RMSNorm → SiLU), initialised as in danijar/dreamerv3, embodied/jax/nets.py."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_lab.components.kernels.norm_silu import norm_silu, norm_silu_forward, norm_silu_input_gradient
 from rl_lab.components.nn.fast_path import fast
-from rl_lab.components.nn.kernels.norm_silu import norm_silu, norm_silu_forward, norm_silu_input_gradient
 from rl_lab.errors import ConfigError
 
-# --------------------
-# Weight initialisation of DreamerV3 (danijar/dreamerv3, embodied/jax/nets.py).
-
-
-# A standard normal cut at ±2 has standard deviation 0.8796; this factor brings it back to 1.
+# A standard normal truncated at ±2 has standard deviation 0.8796; this factor scales it to 1.
 TRUNCATION = 1.1368
 
 
 @torch.no_grad()
 def truncated_normal_(weight: torch.Tensor, fan_in: int, scale: float = 1.0) -> torch.Tensor:
-    """Fill `weight` from a normal cut at two deviations, with variance scale² / fan_in. Scale 0 gives zeros."""
+    """Fill `weight` from a normal truncated at ±2 std, with variance scale² / fan_in; scale 0: zeros."""
     if scale == 0.0:
         return weight.zero_()
     std = TRUNCATION * math.sqrt(1.0 / fan_in)
@@ -32,12 +28,8 @@ def truncated_normal_(weight: torch.Tensor, fan_in: int, scale: float = 1.0) -> 
     return weight.mul_(scale)
 
 
-# --------------------
-# Linear layers with DreamerV3's initialisation: dense, and block-diagonal.
-
-
 class Linear(nn.Linear):
-    """A dense layer: truncated-normal weights, zero bias. `scale` multiplies the initial weights."""
+    """Dense layer with truncated-normal weights and zero bias. `scale` multiplies the initial weights."""
 
     def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, bias: bool = True) -> None:
         self._scale = scale
@@ -50,19 +42,19 @@ class Linear(nn.Linear):
 
 
 class BlockLinear(nn.Module):
-    """`blocks` dense layers side by side: block g of the output sees block g of the input only."""
+    """Block-diagonal layer: block g of the output depends only on block g of the input."""
 
     def __init__(self, inputs: int, outputs: int, *, blocks: int, scale: float = 1.0) -> None:
         super().__init__()
         if inputs % blocks or outputs % blocks:
             raise ConfigError(
-                f"a block layer of {blocks} blocks needs input and output widths it divides, "
-                f"not {inputs} and {outputs}: change algorithm.size.blocks or the widths"
+                f"algorithm.size.blocks is {blocks}, which does not divide the widths {inputs} and {outputs}: "
+                "change it or the widths"
             )
         self.blocks = blocks
         self.weight = nn.Parameter(torch.empty(blocks, inputs // blocks, outputs // blocks))
         self.bias = nn.Parameter(torch.zeros(blocks, 1, outputs // blocks))
-        # The fan-in is the full input width, not one block's: that is how the original initialises it.
+        # The fan-in is the full input width, not that of one block, as in the original.
         truncated_normal_(self.weight, inputs, scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,12 +62,8 @@ class BlockLinear(nn.Module):
         return torch.baddbmm(self.bias, x.transpose(0, 1), self.weight).transpose(0, 1)
 
 
-# --------------------
-# Root-mean-square normalisation over the channels, as DreamerV3 uses it after every linear and conv layer.
-
-
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) × scale over the last axis; computed in float32, given back in x's dtype."""
+    """x / sqrt(mean(x²) + eps) × scale over the last axis; computed in float32, returned in x's dtype."""
 
     def __init__(self, features: int, *, eps: float = 1e-4) -> None:  # eps: danijar/dreamerv3 nets.py
         super().__init__()
@@ -92,11 +80,11 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """`layers` blocks of `units`; with `outputs`, a last plain Linear whose weights start at `out_scale`.
+    """`layers` blocks of `units`, then with `outputs` a Linear with initial weights scaled by `out_scale`.
 
-    float_out: compute that one in float32 under autocast too. Where the result is a distribution, rounding it to
-    bfloat16 costs what the products' own float32 sums have: a critic's value of 450 would be known to 0.2 or 0.4 only.
-    (In DreamerV3's original XLA leaves such a rounding out, since a cast to float32 follows.)
+    float_out: compute that Linear in float32 under autocast too. bfloat16 logits of a distribution lose the
+               precision of the float32 accumulation: a critic's value of 450 would be known only to 0.2 or
+               0.4. (In the original, XLA removes such a rounding, because a cast to float32 follows.)
     """
 
     def __init__(
@@ -121,7 +109,7 @@ class MLP(nn.Module):
         """x: (…, inputs) -> (…, outputs), or (…, units) without `outputs`."""
         for linear, norm in zip(self.linears, self.norms):
             if fast():
-                # The norm adds the bias: its backward pass finds the bias' gradient beside the weight's.
+                # The norm adds the bias: its backward pass computes both gradients together.
                 x = norm_silu(F.linear(x, linear.weight), norm.weight, norm.eps, linear.bias)
             else:
                 x = F.silu(norm(linear(x)))
@@ -133,12 +121,11 @@ class MLP(nn.Module):
             return self.out(x.float())
 
 
-# --------------------
-# A network whose weights are cast once, not in front of every product, and get no gradient.
-
-
 class FrozenMLP:
-    """What an MLP computes now, in `dtype`, with fused norms: for dreams, which use the same weights many times."""
+    """An MLP with its current weights, cast to `dtype` once, without gradients, with fused norms.
+
+    For imagined rollouts, which use the same weights many times.
+    """
 
     def __init__(self, mlp: MLP, dtype: torch.dtype) -> None:
         self.layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
@@ -156,7 +143,7 @@ class FrozenMLP:
         return self.traced(x)[0]
 
     def traced(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The result, and every layer's product (N, units), which `first_product_gradient` needs."""
+        """The result, and each layer's matrix product (N, units), which `first_product_gradient` needs."""
         products = []
         for weight, bias, norm, eps in self.layers:
             products.append(x @ weight)
@@ -171,9 +158,9 @@ class FrozenMLP:
         self,
         grad: torch.Tensor,  # (N, outputs)
         products: list[torch.Tensor],
-        out: torch.Tensor | None = None,  # (N, units) rows may lie apart
+        out: torch.Tensor | None = None,  # (N, units), may be a slice of wider rows
     ) -> torch.Tensor:
-        """Gradient of the first layer's product (N, units). The input's is its product with `first_weight`."""
+        """Gradient of the first layer's product (N, units); the input's is this @ `first_weight`."""
         if self.out is not None:
             weight, _ = self.out
             grad = (grad.to(weight.dtype) @ weight.t()).to(products[-1].dtype)
@@ -186,12 +173,12 @@ class FrozenMLP:
         return grad
 
     def input_gradient(self, grad: torch.Tensor, products: list[torch.Tensor]) -> torch.Tensor:
-        """grad: (N, outputs) -> (N, inputs). A network of nothing hands on what it is given."""
+        """grad: (N, outputs) -> (N, inputs). Without layers, grad itself."""
         if not self.layers and self.out is None:
             return grad
         return self.first_product_gradient(grad, products) @ self.first_weight
 
     @property
     def first_weight(self) -> torch.Tensor:
-        """(units, inputs) in the products' dtype."""
+        """(units, inputs) in the dtype of the products."""
         return self.layers[0][0].t()

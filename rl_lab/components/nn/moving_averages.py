@@ -1,4 +1,4 @@
-"""A slowly moving copy of a network, for targets."""
+"""Moving averages: target networks, and the scale of returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import nn
 
 
 class SlowCopy(nn.Module):
-    """The same network with averaged weights. They are buffers: saved and moved, never trained or frozen."""
+    """Target network: a copy with averaged weights.
+
+    They are buffers: saved and moved, but never trained or frozen.
+    """
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -25,20 +28,17 @@ class SlowCopy(nn.Module):
 
     @torch.no_grad()
     def update(self, source: nn.Module, rate: float) -> None:
-        """Move each weight towards the source's by `rate`; 1 copies."""
+        """Weight += rate · (source weight − weight); rate 1 copies."""
         named = dict(self.network.named_buffers())
         slow, fast = zip(*((named[name], parameter) for name, parameter in source.named_parameters()))
         torch._foreach_lerp_(slow, fast, rate)
 
 
-# --------------------
-# The scale of returns: a moving range between two percentiles (DreamerV3, "return normalisation").
-
-
 class ReturnNormalizer(nn.Module):
-    """Tracks the 5th and 95th percentile of returns; advantages are divided by their distance, at least `limit`.
+    """Return normalization of DreamerV3: moving averages of two percentiles of the returns (5th and 95th).
 
-    Dividing only when the range exceeds 1 keeps small returns small: noise of a sparse reward is not blown up.
+    Advantages are divided by the range between them, but at least by `limit`: this does not amplify the noise
+    of sparse rewards.
     """
 
     low: torch.Tensor
@@ -57,9 +57,9 @@ class ReturnNormalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, returns: torch.Tensor) -> torch.Tensor:
-        """Move towards the percentiles of these returns (any shape); gives the scale to divide by (0-d)."""
+        """Update the averages with these returns (any shape); returns the scale to divide by (0-d)."""
         low, high = torch.quantile(returns.float().flatten(), self.percentiles).unbind()
-        finite = torch.isfinite(low) & torch.isfinite(high)  # a masked update must not poison the average
+        finite = torch.isfinite(low) & torch.isfinite(high)  # a masked update must not change the average
         self.low.copy_(torch.where(finite, self.low.lerp(low, self.rate), self.low))
         self.high.copy_(torch.where(finite, self.high.lerp(high, self.rate), self.high))
         return self.scale()

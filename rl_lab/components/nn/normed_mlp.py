@@ -1,6 +1,7 @@
-"""MLPs of TD-MPC: Linear → LayerNorm → Mish, with several inputs side by side (nicklashansen/tdmpc2 common/layers.py).
+"""MLPs of TD-MPC: Linear → LayerNorm → Mish, with several inputs (nicklashansen/tdmpc2 common/layers.py).
 
-A hidden layer is described by a word: `norm+mish`, `norm+tanh`, `elu` (no norm), `norm+simnorm`, or `plain`.
+A string describes what follows a layer's matrix product: `norm+mish`, `norm+tanh`, `elu` (no norm),
+`norm+simnorm`, `plain`.
 """
 
 from __future__ import annotations
@@ -11,31 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.nn.fast_path import fast, piece
-from rl_lab.components.nn.kernels.norm_activate import FUSED, fused_norm_activate
+from rl_lab.components.kernels.norm_activate import FUSED, fused_norm_activate
+from rl_lab.components.nn.fast_path import compiled_pointwise, fast
 from rl_lab.errors import ConfigError, closest
-
-# --------------------
-# Simplicial normalisation: a latent vector as groups of probabilities (Lavoie et al. 2023; TD-MPC2, equation 5).
-
 
 GROUP = 8  # nicklashansen/tdmpc2 config.yaml: simnorm_dim
 
 
 def simnorm(x: torch.Tensor, group: int = GROUP) -> torch.Tensor:
-    """Softmax inside each group of neighbours: (…, L) -> (…, L), every group summing to 1."""
+    """Softmax of each group of `group` values, (…, L) -> (…, L) (Lavoie et al. 2023; TD-MPC2, equation 5)."""
     return torch.softmax(x.unflatten(-1, (-1, group)), -1).flatten(-2)
 
 
 class SimNorm(nn.Module):
-    """`simnorm` as a module. It bounds the latent, so that a rollout of the dynamics cannot run away."""
+    """`simnorm` as a module. It bounds the latent, so that rollouts of the dynamics cannot diverge."""
 
     def __init__(self, group: int = GROUP) -> None:
         super().__init__()
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (…, L), L divisible by the group -> (…, L)."""
+        """x: (…, L), L divisible by `group` -> (…, L)."""
         return simnorm(x, self.group)
 
     def extra_repr(self) -> str:
@@ -43,7 +40,7 @@ class SimNorm(nn.Module):
 
 
 EPS = 1e-5  # torch's LayerNorm
-STD = 0.02  # initial deviation of every weight: nicklashansen/tdmpc2 common/init.py
+STD = 0.02  # initial standard deviation of every weight: nicklashansen/tdmpc2 common/init.py
 ACTIVATIONS = ("mish", "elu", "tanh", "relu", "simnorm", "plain")
 INITS = ("normal", "orthogonal")
 
@@ -67,7 +64,7 @@ def norm_activate(
 ) -> torch.Tensor:
     """LayerNorm over the last axis, then the activation: x (rows, F), weight and bias (F,) -> (rows, F).
 
-    x may be overwritten, where no gradient needs it: half the memory to pass through.
+    x is overwritten if gradients are disabled: this halves the memory traffic.
     """
     if fast() and activation in FUSED:
         out = x if out is None and not torch.is_grad_enabled() else out
@@ -79,44 +76,44 @@ def norm_activate(
 
 
 def pad_to(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Zeros behind the last axis up to `width`."""
-    assert x.shape[-1] <= width, f"{x.shape[-1]} numbers do not fit into {width}"
+    """Pad the last axis with zeros up to `width`."""
+    assert x.shape[-1] <= width, f"{x.shape[-1]} values do not fit into {width}"
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-@piece
+@compiled_pointwise
 def cast_wide(x: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
-    """Into another number format, with zeros behind the last axis up to `width`."""
+    """Cast to `dtype` and pad the last axis with zeros up to `width`."""
     return pad_to(x.to(dtype), width)
 
 
-def missing(width: int, multiple: int) -> int:
-    """What `width` lacks to be a multiple."""
+def padding(width: int, multiple: int) -> int:
+    """The padding that makes `width` a multiple of `multiple`."""
     return -width % multiple
 
 
-def parse_layer(word: str) -> tuple[bool, str]:
+def parse_layer(kind: str) -> tuple[bool, str]:
     """`norm+mish` -> (True, "mish")."""
-    norm, _, activation = word.rpartition("+")
+    norm, _, activation = kind.rpartition("+")
     if activation not in ACTIVATIONS or norm not in ("", "norm"):
         known = [*ACTIVATIONS, *(f"norm+{name}" for name in ACTIVATIONS)]
-        raise ConfigError(f"no layer is called '{word}'.{closest(word, known)}")
+        raise ConfigError(f"'{kind}' is not a kind of layer.{closest(kind, known)}")
     return norm == "norm", activation
 
 
 def initialise(weight: torch.Tensor, init: str) -> torch.Tensor:
     """Fill a weight (out, in): `normal` as TD-MPC2 does, `orthogonal` as TD-MPC did."""
     if init not in INITS:
-        raise ConfigError(f"no initialisation is called '{init}'.{closest(init, INITS)}")
+        raise ConfigError(f"layer init is '{init}'.{closest(init, INITS)}")
     if init == "orthogonal":
         return nn.init.orthogonal_(weight)
     return nn.init.trunc_normal_(weight, std=STD)
 
 
 class Layer(nn.Module):
-    """One dense layer on inputs side by side, then norm and activation as the word says.
+    """Dense layer on several inputs, then norm and activation as `kind` describes.
 
-    The weight is kept in one piece per input: no concatenation, and the widths stay those that matrix units like.
+    There is one weight per input: nothing is concatenated, and the widths stay aligned for tensor cores.
     """
 
     weight0: torch.Tensor
@@ -125,52 +122,54 @@ class Layer(nn.Module):
         self,
         inputs: Sequence[int],
         outputs: int,
-        word: str = "plain",
+        kind: str = "plain",
         *,
         init: str = "normal",
         zero: bool = False,
         group: int = GROUP,
     ) -> None:
         super().__init__()
-        self.has_norm, self.activation = parse_layer(word)
+        self.has_norm, self.activation = parse_layer(kind)
         self.group = group
         if self.activation == "simnorm" and outputs % group:
-            raise ConfigError(f"a latent of {outputs} does not divide into groups of {group}")
+            raise ConfigError(
+                f"a latent of {outputs} cannot be split into groups of {group}: change one of them"
+            )
         joint = torch.empty(outputs, sum(inputs))
         joint = joint.zero_() if zero else initialise(joint, init)
         self.parts = len(inputs)
         self.outputs = outputs
-        for place, part in enumerate(joint.split(list(inputs), 1)):
-            self.register_parameter(f"weight{place}", nn.Parameter(part.clone()))
+        for index, part in enumerate(joint.split(list(inputs), 1)):
+            self.register_parameter(f"weight{index}", nn.Parameter(part.clone()))
         self.bias = nn.Parameter(torch.zeros(outputs))
         self.norm = nn.LayerNorm(outputs, eps=EPS) if self.has_norm else None
 
     def widen(self, multiple: int) -> None:
-        """Zeros beside the weights until their widths are multiples: what matrix units need. For copies that only predict."""
-        # A norm over the outputs must not see zeros that are not there.
-        more = 0 if self.has_norm or self.activation == "simnorm" else missing(self.outputs, multiple)
-        for place in range(self.parts):
-            weight = getattr(self, f"weight{place}").detach()
-            padded = F.pad(weight, (0, missing(weight.shape[1], multiple), 0, more))
-            setattr(self, f"weight{place}", nn.Parameter(padded, requires_grad=False))
+        """Pad the weights with zeros to multiples, as tensor cores need; for copies that are not trained."""
+        # Outputs are not padded before a norm: the zeros would change its mean and variance.
+        more = 0 if self.has_norm or self.activation == "simnorm" else padding(self.outputs, multiple)
+        for index in range(self.parts):
+            weight = getattr(self, f"weight{index}").detach()
+            padded = F.pad(weight, (0, padding(weight.shape[1], multiple), 0, more))
+            setattr(self, f"weight{index}", nn.Parameter(padded, requires_grad=False))
         self.bias = nn.Parameter(F.pad(self.bias.detach(), (0, more)), requires_grad=False)
 
     def forward(self, *parts: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """parts: (rows, inputs[i]) each -> (rows, outputs), or written to `out`, whose rows may lie apart."""
+        """parts: (rows, inputs[i]) each -> (rows, outputs), written to `out` if given (may be a slice)."""
         return self.finish(self.product(*parts), out)
 
     def product(self, *parts: torch.Tensor) -> torch.Tensor:
-        """What stands before norm and activation: (rows, outputs)."""
-        assert len(parts) == self.parts, f"a layer of {self.parts} inputs was given {len(parts)}"
+        """The matrix product before norm and activation: (rows, outputs)."""
+        assert len(parts) == self.parts, f"a layer of {self.parts} inputs got {len(parts)}"
         x = F.linear(pad_to(parts[0], self.weight0.shape[1]), self.weight0, self.bias)
-        for place in range(1, self.parts):
-            weight = getattr(self, f"weight{place}")
-            # In place: added by the product itself, without a copy of x before it.
-            x = x.addmm_(pad_to(parts[place], weight.shape[1]).to(x.dtype), weight.t().to(x.dtype))
+        for index in range(1, self.parts):
+            weight = getattr(self, f"weight{index}")
+            # In place: the product adds to x without copying it first.
+            x = x.addmm_(pad_to(parts[index], weight.shape[1]).to(x.dtype), weight.t().to(x.dtype))
         return x if x.shape[-1] == self.outputs else x[..., : self.outputs]
 
     def finish(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm and activation of a product (rows, outputs), which may be overwritten."""
+        """Norm and activation of the product x (rows, outputs), which may be overwritten."""
         if self.norm is not None:
             return norm_activate(x, self.norm.weight, self.norm.bias, self.activation, self.group, out)
         x = activate(x, self.activation, self.group)
@@ -179,7 +178,7 @@ class Layer(nn.Module):
     def finish_groups(
         self, x: torch.Tensor, bias: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `finish`, where groups of rows lack a bias, each its own: (G, rows, outputs), (G, outputs). No gradients."""
+        """As `finish`, with one bias per group: x (G, rows, outputs), bias (G, outputs). No gradients."""
         if self.norm is not None and fast() and self.activation in FUSED:
             norm = self.norm.weight.unsqueeze(0), self.norm.bias.unsqueeze(0)
             out = x if out is None and not torch.is_grad_enabled() else out
@@ -189,11 +188,12 @@ class Layer(nn.Module):
 
 
 class NormedMLP(nn.Module):
-    """Layers of `units`, then one of `outputs`: plain, or as `out` says.
+    """Hidden layers of `units`, then one of `outputs`.
 
-    inputs:  widths of the inputs, one after the other
-    hidden:  a word for each hidden layer
-    zero:    the last weights start at zero, so that the first predictions are alike
+    inputs:  widths of the inputs
+    hidden:  kind of each hidden layer
+    out:     kind of the last layer
+    zero:    the last weights start at zero, so that all initial predictions are equal
     """
 
     def __init__(
@@ -213,14 +213,14 @@ class NormedMLP(nn.Module):
         self.outputs = outputs
         layers: list[Layer] = []
         widths: Sequence[int] = self.inputs
-        for word in hidden:
-            layers.append(Layer(widths, units, word, init=init, group=group))
+        for kind in hidden:
+            layers.append(Layer(widths, units, kind, init=init, group=group))
             widths = [units]
         layers.append(Layer(widths, outputs, out, init=init, zero=zero, group=group))
         self.layers = nn.ModuleList(layers)
 
     def forward(self, *parts: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """parts: (…, inputs[i]) each, all with the same batch axes -> (…, outputs); with one of them also to `out`."""
+        """parts: (…, inputs[i]) each -> (…, outputs), written to `out` (rows, outputs) if given."""
         batch = parts[0].shape[:-1]
         x: tuple[torch.Tensor, ...] = tuple(part.reshape(-1, part.shape[-1]) for part in parts)
         *first, last = self.layers

@@ -1,4 +1,4 @@
-"""Which number format the heavy products use."""
+"""Floating-point precision of matrix products and convolutions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PRECISIONS = ("auto", "float32", "tensorfloat32", "bfloat16")
 
 
 def resolve_precision(precision: str, device: torch.device | str) -> torch.dtype:
-    """`auto` is bfloat16 where the GPU has it, else float32. Parameters stay float32 either way.
+    """The autocast dtype; `auto` is bfloat16 on GPUs that support it, else float32. Parameters stay float32.
 
-    tensorfloat32 is float32 to everyone but a GPU's matrix units (utils/tensor_float.py).
+    tensorfloat32 is float32 except in a GPU's tensor cores (launch/runtime.py).
     """
     if precision not in PRECISIONS:
         raise ConfigError(f"training.precision is '{precision}'.{closest(precision, PRECISIONS)}")
@@ -29,9 +29,9 @@ def resolve_precision(precision: str, device: torch.device | str) -> torch.dtype
 def autocast(
     dtype: torch.dtype, device: torch.device | str, *, cache: bool = True
 ) -> AbstractContextManager[object]:
-    """Matrix products and convolutions in `dtype`; nothing changes for float32.
+    """Compute matrix products and convolutions in `dtype`; no effect for float32.
 
-    cache: keep each weight's cast until the outermost context ends.
+    cache: keep cast weights until the outermost context exits.
     """
     if dtype == torch.float32:
         return contextlib.nullcontext()
@@ -39,6 +39,6 @@ def autocast(
 
 
 def product_dtype(device: torch.device | str) -> torch.dtype:
-    """What matrix products compute in here: autocast's dtype, or float32."""
+    """The dtype of matrix products in this context: autocast's, or float32."""
     kind = torch.device(device).type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32

@@ -1,6 +1,6 @@
-"""What turns vectors into one of finitely many: the seam that tokenizers use.
+"""Quantizers, which map vectors to discrete codes: VQ (IRIS), EMA codebook (Δ-IRIS), FSQ.
 
-`nearest` distances are float32 also under autocast: rounding to bfloat16 would change which code is the nearest.
+Distances are float32 under autocast too: rounding to bfloat16 would change which code is nearest.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from rl_lab.errors import ConfigError
 
 @dataclass
 class Quantized:
-    """Vectors (M, D) replaced by codes, with the gradient of the vectors themselves."""
+    """Vectors (M, D) replaced by codes, with straight-through gradients."""
 
     vectors: torch.Tensor  # (M, D)
     tokens: torch.Tensor  # (M,) int64
-    loss: torch.Tensor  # (M,) what the quantizer itself wants to be small; zeros where it wants nothing
+    loss: torch.Tensor  # (M,) loss of the quantizer; zeros if it has none
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # 0-d, detached
 
 
 class Quantizer(Protocol):
-    """A network part. Codes are numbered 0 … vocab - 1."""
+    """A module with codes 0 … vocab - 1."""
 
     vocab: int
     dim: int  # width of the vectors
-    noise: int  # uniform numbers that `learn` wants
+    noise: int  # number of uniform random values that `learn` takes
 
     def __call__(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
-        """vectors: (M, D); mask: (M,) bool, which of them count in the metrics."""
+        """vectors: (M, D); mask: (M,) bool, vectors that count in the metrics."""
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """(…) -> (…, D)."""
@@ -43,7 +43,7 @@ class Quantizer(Protocol):
     def learn(
         self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
     ) -> None:
-        """What is learned without a gradient. Called once in each training step, and nowhere else."""
+        """Update what is learned without gradients; called once per training step, and nowhere else."""
 
 
 def straight_through(vectors: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ def straight_through(vectors: torch.Tensor, codes: torch.Tensor) -> torch.Tensor
 def code_shares(
     tokens: torch.Tensor, vocab: int, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(M,) tokens -> which code each is, (M, vocab) with zeros where masked; and the codes' shares (vocab,)."""
+    """(M,) tokens -> one-hot codes (M, vocab), zeros where masked; and the codes' frequencies (vocab,)."""
     chosen = (tokens.unsqueeze(-1) == torch.arange(vocab, device=tokens.device)).float()
     if mask is not None:
         chosen = chosen * mask.unsqueeze(-1)
@@ -66,14 +66,10 @@ def entropy_bits(shares: torch.Tensor) -> torch.Tensor:
     return -(shares * shares.clamp(min=1e-10).log2()).sum()
 
 
-# --------------------
-# A learned codebook with straight-through gradients (van den Oord et al. 2017), as IRIS trains it.
-
-
 class VectorQuantizer(nn.Module):
-    """The nearest code by Euclidean distance; codes and vectors are drawn together by two squared errors.
+    """Learned codebook, Euclidean distance, straight-through gradients (van den Oord et al. 2017; IRIS).
 
-    commitment: weight of the error that moves vectors to their codes. IRIS has 1; van den Oord et al. have 0.25.
+    commitment: weight of the loss that moves vectors to their codes: 1 in IRIS, 0.25 in van den Oord et al.
     """
 
     noise = 0
@@ -87,7 +83,7 @@ class VectorQuantizer(nn.Module):
     def forward(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
         with torch.autocast(vectors.device.type, enabled=False):
             vectors, table = vectors.float(), self.codes.weight
-            with torch.no_grad():  # the vectors' own length is the same for every code
+            with torch.no_grad():  # the norm of a vector is the same for every code, so it is left out
                 tokens = (table.square().sum(-1) - 2.0 * vectors @ table.t()).argmin(-1)
             codes = self.codes(tokens)
             loss = (vectors.detach() - codes).square().mean(-1)
@@ -103,24 +99,21 @@ class VectorQuantizer(nn.Module):
     def learn(
         self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
     ) -> None:
-        """Its codes learn by gradient."""
-
-
-# --------------------
-# A codebook on the unit sphere that follows the mean of what chose each code, and revives codes nobody chooses (Δ-IRIS).
+        """Nothing to do: the codes are trained by gradients."""
 
 
 class EMAQuantizer(nn.Module):
-    """The code of the largest cosine. The codebook is a buffer: no gradient, no optimizer.
+    """Codebook on the unit sphere with cosine similarity (Δ-IRIS). It is a buffer: no gradient, no optimizer.
 
-    Numbers of vmicheli/delta-iris: commitment 0.02, code_rate 0.99, usage_rate 0.98.
+    Each code is a moving average of the vectors assigned to it. Values of vmicheli/delta-iris: commitment
+    0.02, code_rate 0.99, usage_rate 0.98.
 
-    Revival: while the entropy of usage is below log2(vocab) - 2 bits, codes used less than 1 / (10 · vocab) are replaced by
-    vectors of the batch; for the first `revive_updates` updates, and later only below 1 bit.
+    Revival: while the entropy of the usage is below log2(vocab) - 2 bits, codes with a usage below
+    1 / (10 · vocab) are replaced by vectors of the batch; after `revive_updates` updates only below 1 bit.
     """
 
     table: torch.Tensor  # (vocab, dim), unit length
-    usage: torch.Tensor  # (vocab,) shares, sum 1
+    usage: torch.Tensor  # (vocab,) frequencies, sum 1
     updates: torch.Tensor  # 0-d int64
 
     def __init__(
@@ -146,7 +139,7 @@ class EMAQuantizer(nn.Module):
             vectors = F.normalize(vectors.float(), dim=-1)
             with torch.no_grad():
                 tokens = (vectors @ self.table.t()).argmax(-1)
-            # A copy: `learn` writes the table while this step's graph still has it.
+            # Indexing copies: `learn` writes to the table while autograd still needs the codes.
             codes = self.table[tokens]
             loss = self.commitment * (vectors - codes).square().mean(-1)
             metrics = {
@@ -166,7 +159,7 @@ class EMAQuantizer(nn.Module):
     def learn(
         self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
     ) -> None:
-        """vectors: (M, dim) as given to `forward`, tokens (M,), mask (M,) bool, noise (vocab,) uniform."""
+        """vectors: (M, dim) as passed to `forward`, tokens (M,), mask (M,) bool, noise (vocab,) uniform."""
         with torch.autocast(vectors.device.type, enabled=False):
             vectors = F.normalize(vectors.float(), dim=-1)
             chosen, shares = code_shares(tokens, self.vocab, mask)
@@ -178,7 +171,7 @@ class EMAQuantizer(nn.Module):
             bits = entropy_bits(usage)
             allowed = (self.updates < self.revive_updates) | (bits < 1.0)
             revive = allowed & (bits < math.log2(self.vocab) - 2.0) & (usage < self._rare)
-            # Any real vector of the batch: the masked ones sort behind, and are never reached.
+            # A random unmasked vector of the batch: masked ones are sorted to the end and never picked.
             order = torch.argsort(~mask, stable=True)
             pick = (noise * mask.sum()).long().clamp(max=len(mask) - 1)
             self.table.copy_(torch.where(revive.unsqueeze(-1), vectors[order[pick]], table))
@@ -186,14 +179,13 @@ class EMAQuantizer(nn.Module):
             self.updates.add_(1)
 
 
-# --------------------
-# Finite scalar quantization (Mentzer et al. 2023): each number of a short vector is rounded to one of a few levels.
-#
-# There is no codebook, so nothing of it can die, and no loss beside the reconstruction's.
-
-
 class FSQ(nn.Module):
-    """levels: how many values each number may take; their product is the number of codes ([8, 8, 8]: 512)."""
+    """Finite scalar quantization (Mentzer et al. 2023): each dimension is rounded to one of a few levels.
+
+    It has no codebook, so no dead codes, and no loss of its own.
+
+    levels: number of values of each dimension; their product is the number of codes ([8, 8, 8]: 512)
+    """
 
     noise = 0
     levels: torch.Tensor
@@ -202,7 +194,7 @@ class FSQ(nn.Module):
     def __init__(self, *, levels: Sequence[int] = (8, 8, 8)) -> None:
         super().__init__()
         if not levels or min(levels) < 2:
-            raise ConfigError(f"FSQ needs at least two levels for each number, not {list(levels)}")
+            raise ConfigError(f"FSQ levels={list(levels)} must have at least two levels for each dimension")
         self.vocab, self.dim = math.prod(levels), len(levels)
         self.register_buffer("levels", torch.tensor(levels), persistent=False)
         basis = [math.prod(levels[:i]) for i in range(len(levels))]
@@ -211,16 +203,16 @@ class FSQ(nn.Module):
     def forward(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
         with torch.autocast(vectors.device.type, enabled=False):
             bounded = self._bound(vectors.float())
-            whole = straight_through(bounded, bounded.round())
+            rounded = straight_through(bounded, bounded.round())
             half = self.levels // 2
-            tokens = ((whole.detach() + half).long().clamp(min=0) * self.basis).sum(-1)
+            tokens = ((rounded.detach() + half).long().clamp(min=0) * self.basis).sum(-1)
             metrics = {"code_bits": entropy_bits(code_shares(tokens, self.vocab, mask)[1])}
             return Quantized(
-                whole / half, tokens, torch.zeros_like(vectors[:, 0], dtype=torch.float32), metrics
+                rounded / half, tokens, torch.zeros_like(vectors[:, 0], dtype=torch.float32), metrics
             )
 
     def _bound(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Into the range whose rounding gives exactly `levels` values, with a bit of room at its ends."""
+        """Map to a range that rounds to exactly `levels` values, slightly smaller at both ends."""
         span = (self.levels - 1) * (1 - 1e-3) / 2
         offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)
         return (vectors + torch.atanh(offset / span)).tanh() * span - offset
@@ -233,4 +225,4 @@ class FSQ(nn.Module):
     def learn(
         self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
     ) -> None:
-        """There is nothing to learn."""
+        """Nothing to do: there is no codebook."""

@@ -1,8 +1,8 @@
-"""Pieces of the convolutional nets that encode and decode frames into tokens.
+"""Layers of the convolutional networks that encode frames into tokens and decode them.
 
-A bias by itself is a pass over memory. On the fast path a layer may therefore leave it out of its result, and hand it on
-beside (`pre`, one number for each channel): norms and sums add it where they read the picture anyway. `PictureNet` says
-which layer may.
+Adding a bias by itself is a pass over memory. On the fast path a layer may therefore return its bias
+separately (`pre`, one value per channel), and the next norm or sum adds it when it reads the image.
+`ImageSequential` decides which layers defer their bias.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rl_lab.components.kernels.add_bias import add_bias
+from rl_lab.components.kernels.group_norm_silu import fused_group_norm, supports
+from rl_lab.components.kernels.upsample2x import upsample2x
 from rl_lab.components.nn.fast_path import fast
-from rl_lab.components.nn.kernels.add_bias import add_bias
-from rl_lab.components.nn.kernels.double_picture import double_picture
-from rl_lab.components.nn.kernels.group_norm_silu import fused_group_norm, supports
 
-# A picture (M, C, H, W), and what is still to be added to it, (C,).
+# An image batch (M, C, H, W), and a bias (C,) that is still to be added to it.
 Pending = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -29,14 +29,14 @@ def _bias(layer: nn.Module) -> torch.Tensor:
     return bias
 
 
-def _residual(x: torch.Tensor, hidden: torch.Tensor, bias: torch.Tensor, hand_on: bool) -> Pending:
-    return (x + hidden, bias) if hand_on else (add_bias(x, hidden, bias), None)
+def _residual(x: torch.Tensor, hidden: torch.Tensor, bias: torch.Tensor, defer_bias: bool) -> Pending:
+    return (x + hidden, bias) if defer_bias else (add_bias(x, hidden, bias), None)
 
 
-class PictureNorm(nn.GroupNorm):
-    """Group norm over pictures, and SiLU behind it where `silu`.
+class ImageNorm(nn.GroupNorm):
+    """Group norm over images, followed by SiLU if `silu`.
 
-    32 groups, or as many as the channels allow: only nets smaller than the published ones have fewer.
+    32 groups, or the greatest common divisor with the channels: only small networks have fewer.
     """
 
     def __init__(self, channels: int, *, eps: float = 1e-5, silu: bool = True) -> None:
@@ -44,11 +44,13 @@ class PictureNorm(nn.GroupNorm):
         self.silu = silu
 
     def forward(self, x: torch.Tensor, pre: torch.Tensor | None = None) -> torch.Tensor:
-        """(M, C, H, W), and (C,) to be added to it first -> the same shape."""
-        return self.beside(x, pre)[0]
+        """x: (M, C, H, W), pre: (C,) added to x before the norm -> (M, C, H, W)."""
+        return self.forward_with_input(x, pre)[0]
 
-    def beside(self, x: torch.Tensor, pre: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result, and x itself for others to go on with: the gradients of both ways are then one pass."""
+    def forward_with_input(
+        self, x: torch.Tensor, pre: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result, and x for the residual connection, so that one kernel computes x's gradient."""
         if fast() and supports(self.num_channels, self.num_groups):
             return fused_group_norm(x, self.weight, self.bias, self.num_groups, self.eps, self.silu, pre)
         normed = super().forward(x if pre is None else x + pre[:, None, None])
@@ -56,11 +58,11 @@ class PictureNorm(nn.GroupNorm):
 
 
 class ResidualConv(nn.Module):
-    """Twice norm, SiLU, 3×3 convolution; beside it the input, through a 1×1 convolution where the width changes."""
+    """x + twice (norm, SiLU, 3×3 convolution)(x); a 1×1 convolution of x where the width changes."""
 
     def __init__(self, inputs: int, outputs: int, *, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm1, self.norm2 = PictureNorm(inputs, eps=eps), PictureNorm(outputs, eps=eps)
+        self.norm1, self.norm2 = ImageNorm(inputs, eps=eps), ImageNorm(outputs, eps=eps)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.skip: nn.Module = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
@@ -68,36 +70,39 @@ class ResidualConv(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, inputs, H, W) -> (M, outputs, H, W)."""
         if fast():
-            return self.handing_on(x, None, False)[0]
+            return self.forward_deferred(x, None, False)[0]
         return self.skip(x) + self.conv2(self.norm2(self.conv1(self.norm1(x))))
 
-    def handing_on(self, x: torch.Tensor, pre: torch.Tensor | None, hand_on: bool) -> Pending:
-        normed, x = self.norm1.beside(x, pre)
+    def forward_deferred(self, x: torch.Tensor, pre: torch.Tensor | None, defer_bias: bool) -> Pending:
+        """As `forward` after adding pre (C,) to x; with `defer_bias` the bias is returned separately."""
+        normed, x = self.norm1.forward_with_input(x, pre)
         hidden = self.norm2(F.conv2d(normed, self.conv1.weight, padding=1), self.conv1.bias)
         hidden = F.conv2d(hidden, self.conv2.weight, padding=1)
         bias = _bias(self.conv2)
         if isinstance(self.skip, nn.Conv2d):
             bias = bias + _bias(self.skip)
-            if pre is not None:  # a sum of products, not a matrix product: it stays in float32
+            if (
+                pre is not None
+            ):  # multiply and sum, because autocast would compute a matrix product in bfloat16
                 bias = bias + (self.skip.weight.flatten(1) * pre).sum(1)
             x = F.conv2d(x, self.skip.weight)
         elif pre is not None:
             bias = bias + pre
-        return _residual(x, hidden, bias, hand_on)
+        return _residual(x, hidden, bias, defer_bias)
 
 
 class ImageAttention(nn.Module):
-    """Single-head attention between all places of a picture, added to it."""
+    """x + single-head attention between all pixels of x."""
 
     def __init__(self, channels: int, *, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm = PictureNorm(channels, eps=eps, silu=False)
+        self.norm = ImageNorm(channels, eps=eps, silu=False)
         self.query, self.key, self.value, self.project = (nn.Conv2d(channels, channels, 1) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, C, H, W) -> the same shape."""
         if fast():
-            return self.handing_on(x, None, False)[0]
+            return self.forward_deferred(x, None, False)[0]
         normed = self.norm(x)
         q, k, v = (
             layer(normed).flatten(2).transpose(1, 2).unsqueeze(1)
@@ -106,22 +111,22 @@ class ImageAttention(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2).unflatten(2, x.shape[2:])
         return x + self.project(out)
 
-    def handing_on(self, x: torch.Tensor, pre: torch.Tensor | None, hand_on: bool) -> Pending:
-        """The 1×1 convolutions as products of the rows that the places are: these add a bias on the way."""
-        normed, x = self.norm.beside(x, pre)
-        places = normed.permute(0, 2, 3, 1)
-        rows = places.flatten(1, 2)  # (M, P, C)
+    def forward_deferred(self, x: torch.Tensor, pre: torch.Tensor | None, defer_bias: bool) -> Pending:
+        """The 1×1 convolutions as matrix products over pixels, which add the bias in the same kernel."""
+        normed, x = self.norm.forward_with_input(x, pre)
+        pixels = normed.permute(0, 2, 3, 1)
+        rows = pixels.flatten(1, 2)  # (M, P, C)
         q, k, v = (
             F.linear(rows, layer.weight.flatten(1), layer.bias).unsqueeze(1)
             for layer in (self.query, self.key, self.value)
         )
         out = F.linear(F.scaled_dot_product_attention(q, k, v).squeeze(1), self.project.weight.flatten(1))
         bias = _bias(self.project) if pre is None else _bias(self.project) + pre
-        return _residual(x, out.view(places.shape).permute(0, 3, 1, 2), bias, hand_on)
+        return _residual(x, out.view(pixels.shape).permute(0, 3, 1, 2), bias, defer_bias)
 
 
-class Halve(nn.Module):
-    """A convolution of stride 2. size 3: padded below and on the right only; size 2: not at all."""
+class Downsample(nn.Module):
+    """A convolution of stride 2. size 3: padded at the bottom and on the right only; size 2: not padded."""
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
@@ -138,44 +143,44 @@ class Halve(nn.Module):
         return F.pad(x, (0, 1, 0, 1)) if self.size == 3 else x
 
 
-class Double(nn.Module):
-    """Nearest neighbours, then a 3×3 convolution."""
+class Upsample(nn.Module):
+    """Nearest-neighbour 2× upsampling, then a 3×3 convolution."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # torch's own makes float32 of the picture on the way.
-        larger = double_picture(x) if fast() else F.interpolate(x, scale_factor=2.0, mode="nearest")
+        # F.interpolate casts a bfloat16 image to float32.
+        larger = upsample2x(x) if fast() else F.interpolate(x, scale_factor=2.0, mode="nearest")
         return self.conv(larger)
 
     def without_bias(self, x: torch.Tensor) -> Pending:
-        return F.conv2d(double_picture(x), self.conv.weight, padding=1), self.conv.bias
+        return F.conv2d(upsample2x(x), self.conv.weight, padding=1), self.conv.bias
 
 
-class PictureNet(nn.Sequential):
-    """Layers one after the other; on the fast path biases are handed on to the next layer that can take one."""
+class ImageSequential(nn.Sequential):
+    """A Sequential that, on the fast path, adds biases in the next layer that accepts one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._run(x, False)[0] if fast() else super().forward(x)
 
     def pending(self, x: torch.Tensor) -> Pending:
-        """For a norm behind the net."""
+        """The result and its deferred bias, for a norm that follows."""
         return self._run(x, True) if fast() else (super().forward(x), None)
 
     def _run(self, x: torch.Tensor, norm_follows: bool) -> Pending:
         layers = list(_flat(self))
-        takes = [isinstance(layer, ResidualConv | ImageAttention | PictureNorm) for layer in layers]
+        accepts = [isinstance(layer, ResidualConv | ImageAttention | ImageNorm) for layer in layers]
         pre: torch.Tensor | None = None
-        for layer, hand_on in zip(layers, [*takes[1:], norm_follows]):
+        for layer, defer_bias in zip(layers, [*accepts[1:], norm_follows]):
             if isinstance(layer, ResidualConv | ImageAttention):
-                x, pre = layer.handing_on(x, pre, hand_on)
-            elif isinstance(layer, PictureNorm):
+                x, pre = layer.forward_deferred(x, pre, defer_bias)
+            elif isinstance(layer, ImageNorm):
                 x, pre = layer(x, pre), None
-            elif hand_on and isinstance(layer, Halve | Double):
+            elif defer_bias and isinstance(layer, Downsample | Upsample):
                 x, pre = layer.without_bias(x)
-            elif hand_on and isinstance(layer, nn.Conv2d):
+            elif defer_bias and isinstance(layer, nn.Conv2d):
                 x, pre = F.conv2d(x, layer.weight, None, layer.stride, layer.padding), layer.bias
             else:
                 x = layer(x)

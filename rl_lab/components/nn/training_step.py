@@ -1,4 +1,4 @@
-"""From a loss to new weights: the one place with backward, averaging, guarding and the optimizer's step."""
+"""The training step: backward pass, gradient averaging, masking of non-finite updates, optimizer step."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-# --------------------
-# Watches for numbers that are not finite, on the device.
-
 
 class NonFiniteGuard(nn.Module):
-    """Counts updates, and remembers those that had to be masked.
+    """Counts updates on the device, and records which were masked because a value was not finite.
 
-    All state is 0-d tensors, so that a hook can write it without a host read; `report` is for the host, at log time.
+    All state is 0-d tensors, so that an update needs no device-to-host copy; `report` reads them when metrics
+    are logged.
     """
 
-    updates: torch.Tensor  # updates tried
+    updates: torch.Tensor  # updates attempted
     masked: torch.Tensor  # updates masked
-    first_masked: torch.Tensor  # number of the first masked update, -1: none
-    last_masked: torch.Tensor  # number of the latest masked update, -1: none
+    first_masked: torch.Tensor  # index of the first masked update, -1: none
+    last_masked: torch.Tensor  # index of the latest masked update, -1: none
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +28,7 @@ class NonFiniteGuard(nn.Module):
 
     @torch.no_grad()
     def check(self, *values: torch.Tensor) -> torch.Tensor:
-        """Count one update; gives 0-d float 1 where any of the values is not finite, else 0."""
+        """Count one update; returns a 0-d float: 1 if any of the 0-d values is not finite, else 0."""
         bad = ~torch.isfinite(torch.stack([value.detach().float() for value in values])).all()
         self.masked.add_(bad)
         self.last_masked.copy_(torch.where(bad, self.updates, self.last_masked))
@@ -39,7 +37,7 @@ class NonFiniteGuard(nn.Module):
         return bad.float()
 
     def report(self) -> dict[str, int]:
-        """The four numbers, read by the host."""
+        """The four counters, copied to the host."""
         return {name: int(buffer) for name, buffer in self.named_buffers()}
 
 
@@ -47,18 +45,18 @@ AverageGradients = Callable[[list[torch.Tensor]], None]
 
 
 def keep_gradients(gradients: list[torch.Tensor]) -> None:
-    """One process: gradients are already the average."""
+    """Gradient averaging for one process: does nothing."""
 
 
 class Gradients(NamedTuple):
-    """What one loss asks of some parameters; those that it does not reach are left out."""
+    """Gradients of one loss; parameters that the loss does not depend on are left out."""
 
     loss: torch.Tensor  # 0-d, detached
     found: list[tuple[torch.nn.Parameter, torch.Tensor]]
 
 
 def find_gradients(loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Gradients:
-    """Gradients of a loss (0-d) that are not stored in the parameters: for work beside other work."""
+    """Gradients of a loss (0-d) without storing them in `.grad`, for concurrent backward passes."""
     trained = [p for p in parameters if p.requires_grad]
     if not trained or not loss.requires_grad:
         return Gradients(loss.detach(), [])
@@ -67,17 +65,17 @@ def find_gradients(loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter])
 
 
 def join_gradients(parts: Sequence[Gradients]) -> Gradients:
-    """Of losses for different parameters, as one."""
+    """Combine the gradients of losses of disjoint parameters."""
     return Gradients(
         torch.stack([part.loss for part in parts]).sum(), [x for part in parts for x in part.found]
     )
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Learning rates as device tensors, and Adam-like optimizers in a form that a CUDA graph can hold.
+    """Turn learning rates into device tensors and make Adam-like optimizers capturable in a CUDA graph.
 
-    `initial_lr` keeps the configured number: each update sets lr = initial_lr × scale. A loaded state brings its own
-    groups, so this is looked at before every step; there is nothing to do after the first.
+    `initial_lr` keeps the configured learning rate: each update sets lr = initial_lr × scale. Called before
+    every step, because loading a state dict replaces the groups; it returns early once a group is prepared.
     """
     for group in optimizer.param_groups:
         device = group["params"][0].device
@@ -99,24 +97,25 @@ def optimizer_step(
     learning_rate_scale: torch.Tensor | None = None,  # 0-d
     max_grad_norm: float | None = None,
     average_gradients: AverageGradients = keep_gradients,
-    beside: Callable[[], Gradients]
-    | None = None,  # of further losses, asked for when this one has gone backward
+    # Gradients of further losses; called after the backward pass of `loss`.
+    extra_gradients: Callable[[], Gradients] | None = None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Backward, then one step of every optimizer whose parameters the loss reaches. Fixed shapes, no host reads.
+    """Backward pass, then one step of every optimizer with gradients. Fixed shapes, no device-to-host copies.
 
-    A non-finite loss or gradient norm masks the step on the device: `found_inf` where the optimizer knows it (LaProp,
-    torch's fused ones), else by zeroing the gradients (momentum then still decays and moves the weights a little).
+    A non-finite loss or gradient norm masks the step on the device: by `found_inf` if the optimizer supports
+    it (LaProp, torch's fused optimizers), else by zero gradients (momentum then still decays and changes the
+    weights slightly).
 
-    returns: metrics (0-d, detached; `loss` is all of it) and the mask flag, 1.0 where the update was masked.
+    returns: metrics (0-d, detached; `loss` is the sum of all losses) and the flag, 1.0 if masked.
     """
     for optimizer in optimizers:
         prepare_optimizer(optimizer)
         optimizer.zero_grad(set_to_none=True)
-    if loss.requires_grad:  # else all that it would reach is frozen
+    if loss.requires_grad:  # False if all of its parameters are frozen
         loss.backward()
     loss = loss.detach()
-    if beside is not None:
-        more = beside()
+    if extra_gradients is not None:
+        more = extra_gradients()
         loss = loss + more.loss
         _add_gradients(more)
     gradients = [
@@ -147,7 +146,7 @@ def _add_gradients(more: Gradients) -> None:
 def gradient_norms(
     parts: Mapping[str, Sequence[torch.nn.Parameter]],
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """`grad_norm/<part>` for each part that has gradients, `grad_norm`, and the latter by itself (0-d)."""
+    """Metrics `grad_norm/<part>` of parts with gradients and `grad_norm`; and the latter (0-d)."""
     present = {name: [p.grad for p in params if p.grad is not None] for name, params in parts.items()}
     present = {name: grads for name, grads in present.items() if grads}
     squares = torch.stack(torch._foreach_norm([g for grads in present.values() for g in grads])).square()
@@ -163,8 +162,8 @@ def _masked_step(
     for group in optimizer.param_groups:
         if learning_rate_scale is not None:
             group["lr"].copy_(learning_rate_scale * group["initial_lr"])
-    knows_mask = hasattr(optimizer, "found_inf") or optimizer.defaults.get("fused")
-    if knows_mask:
+    supports_mask = hasattr(optimizer, "found_inf") or optimizer.defaults.get("fused")
+    if supports_mask:
         optimizer.found_inf = masked  # type: ignore[attr-defined]
     else:
         for group in optimizer.param_groups:

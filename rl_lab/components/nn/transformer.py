@@ -1,10 +1,10 @@
-"""A causal transformer (pre-norm, GELU, as minGPT) with a cache of fixed size, written at places that a tensor names.
+"""A causal transformer (pre-norm, GELU, as minGPT) with a key-value cache of fixed size.
 
-The cache never grows or moves: one step is the same kernels at the same addresses, so imagination can be one CUDA
-graph. Positions are the caller's business: they are added to the embeddings.
+The cache never grows or moves: each step runs the same kernels at the same addresses, so one CUDA graph can
+capture an imagined rollout. The caller adds position embeddings.
 
-Where fast forms are wanted, training goes through fused pieces (`_fast_forward`), and a dream's steps through
-`FrozenBlocks`, made when its state is and kept beside its cache: such a dream goes on with the weights it began with.
+On the fast path, training uses fused operations (`_fast_forward`), and the steps of a rollout use
+`FrozenBlocks`, which `init_state` creates: such a rollout keeps the weights it started with.
 """
 
 from __future__ import annotations
@@ -15,29 +15,26 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rl_lab.components.kernels.attention import cached_attention, causal_attention
+from rl_lab.components.kernels.dropout import SeededDropout, hashed_uniform, kept
+from rl_lab.components.kernels.residual_norm import residual_norm, residual_norm_forward
 from rl_lab.components.nn.fast_path import fast
-from rl_lab.components.nn.kernels.cached_attention import cached_attention
-from rl_lab.components.nn.kernels.causal_attention import causal_attention
-from rl_lab.components.nn.kernels.dropout import SeededDropout, hashed_uniform, kept
-from rl_lab.components.nn.kernels.residual_norm import residual_norm, residual_norm_forward
 from rl_lab.components.nn.precision import product_dtype
 from rl_lab.errors import ConfigError
 
-# --------------------
-# A transformer's cached steps without gradient: weights merged and cast once, eight kernels a block.
-
+# --- Cached steps without gradients ---
 
 Affine = tuple[torch.Tensor, torch.Tensor]  # weight, bias
-MOST_TOKENS = 2  # at once: a whole context goes the plain way
+MOST_TOKENS = 2  # per step of FrozenBlocks; a longer context uses the plain implementation
 
 
 def merged(layers: list[Any]) -> Affine:
-    """Weight and bias of several linear layers as one that puts their results side by side."""
+    """Weight and bias of one linear layer that computes the concatenated outputs of several."""
     return torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
 
 
 class FrozenBlocks:
-    """What the blocks of a `Transformer` compute now, in `dtype`: for dreams, which use the same weights many times."""
+    """The current weights of a `Transformer`, merged and cast to `dtype` once: eight kernels per block."""
 
     @torch.no_grad()
     def __init__(self, blocks: Any, norm: Any, dtype: torch.dtype) -> None:
@@ -63,7 +60,7 @@ class FrozenBlocks:
     def step(
         self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor
     ) -> torch.Tensor:
-        """x: (B, T, D), T up to MOST_TOKENS; the cache (B, layers, heads, L, W) is written in place -> (B, T, D)."""
+        """x: (B, T ≤ MOST_TOKENS, D) -> (B, T, D); the cache (B, layers, heads, L, W) is written in place."""
         result = x.dtype
         x, h = residual_norm_forward(x, None, *self.norms[0], self.dtype)
         for n, (qkv, project, enter, leave) in enumerate(self.products):
@@ -75,24 +72,23 @@ class FrozenBlocks:
         return h.to(result)
 
 
-# --------------------
-# Dropout whose mask is a function of a seed: the step that uses it stays pure, and nothing large has to be drawn.
-#
-# A number for each element comes from hashing its place together with the seed: see nn/kernels/dropout.py.
+# --- Dropout from seeds ---
+# The mask is a hash of the seed and each element's index, so that a training step stays a pure function of
+# its inputs and no large noise tensor is drawn.
 
 
 def seed_word(seed: torch.Tensor) -> torch.Tensor:
-    """Uniform in [0, 1), any shape -> int64."""
+    """Uniform in [0, 1), any shape -> int64, the seed of the dropout kernels."""
     return (seed.double() * 2**31).long()
 
 
 def seeded_uniform(shape: tuple[int, ...], seed: torch.Tensor) -> torch.Tensor:
-    """seed: 0-d uniform in [0, 1) -> `shape` numbers in [0, 1), the same for the same seed."""
+    """seed: 0-d uniform in [0, 1) -> uniform values of `shape`, deterministic in the seed."""
     return hashed_uniform(shape, seed_word(seed))
 
 
 def seeded_dropout(x: torch.Tensor, rate: float, seed: torch.Tensor | None) -> torch.Tensor:
-    """Zero a share `rate` of x and scale up the rest. Without a seed, or at rate 0, x itself."""
+    """Dropout of x with probability `rate`; x itself without a seed or if the rate is 0."""
     if seed is None or rate == 0.0:
         return x
     if fast() and x.is_cuda:
@@ -104,19 +100,18 @@ def seeded_dropout(x: torch.Tensor, rate: float, seed: torch.Tensor | None) -> t
 def causal_softmax_dropout(
     scores: torch.Tensor, scale: float, rate: float, seed: torch.Tensor
 ) -> torch.Tensor:
-    """dropout(softmax(scale · scores)) over what lies not ahead: (…, T, T) -> (…, T, T)."""
+    """dropout(softmax(scale · scores)) with a causal mask: (…, T, T) -> (…, T, T)."""
     length = scores.shape[-1]
     hidden = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
     weights = (scores * scale).masked_fill(hidden, -torch.inf).softmax(-1)
     return seeded_dropout(weights.to(scores.dtype), rate, seed)
 
 
-# --------------------
-# How networks that read tokens are initialised: minGPT's way, as the IRIS family uses it.
+# --- The network ---
 
 
 def init_token_network(module: nn.Module, deviation: float = 0.02) -> None:
-    """Normal weights, zero biases, neutral norms. Call it before loading weights, on parts of your own only."""
+    """Normal weights and zero biases, as in minGPT. Never call it on a module with loaded weights."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=deviation)
@@ -127,18 +122,21 @@ def init_token_network(module: nn.Module, deviation: float = 0.02) -> None:
 
 
 State = dict[str, torch.Tensor]
-SEEDS_PER_BLOCK = 3  # dropout of the attention's weights, of its result, of the MLP's result
-# Attribute of a cache's keys: it follows them through every dict, and a copied state is without (and goes the plain way).
+SEEDS_PER_BLOCK = 3  # dropout of the attention weights, of the attention's output, of the MLP's output
+# Attribute of a cache's key tensor, so that it follows the tensor through every dict. A copied state lacks it
+# and uses the plain implementation.
 FROZEN = "frozen_blocks"
 
 
 class SelfAttention(nn.Module):
-    """Causal attention over (B, T, D), or over a cache of which only a part is filled."""
+    """Causal self-attention over a sequence (B, T, D), or over a partly filled cache."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
         if dim % heads:
-            raise ConfigError(f"a transformer of width {dim} cannot have {heads} heads: heads must divide it")
+            raise ConfigError(
+                f"transformer dim={dim} cannot be split into {heads} heads: choose a number of heads that divides it"
+            )
         self.heads, self.rate = heads, dropout
         self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
         self.project = nn.Linear(dim, dim)
@@ -148,13 +146,13 @@ class SelfAttention(nn.Module):
         q, k, v = self._split(x)
         if seeds is None or self.rate == 0.0:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:  # torch's own attention would draw its dropout from a generator of its own
+        else:  # dropout of torch's attention would use torch's global generator
             scale = q.shape[-1] ** -0.5
             out = causal_softmax_dropout(q @ k.transpose(-2, -1), scale, self.rate, seeds[0]) @ v
         return seeded_dropout(self._merge(out), self.rate, None if seeds is None else seeds[1])
 
     def before_dropout(self, x: torch.Tensor, word: torch.Tensor | None) -> torch.Tensor:
-        """As `forward` without dropout of its result, with one product for q, k and v. word: see `seed_word`."""
+        """As `forward` with one product for q, k and v, without output dropout. word: from `seed_word`."""
         qkv = F.linear(x, *merged([self.query, self.key, self.value]))
         if word is not None:
             result: torch.Tensor = self.project(causal_attention(qkv, self.heads, self.rate, word))
@@ -167,8 +165,8 @@ class SelfAttention(nn.Module):
         x: torch.Tensor,  # (B, T, D)
         keys: torch.Tensor,  # (B, heads, L, D / heads), written in place
         values: torch.Tensor,
-        place: torch.Tensor,  # (B, T) int64: where in the cache the new ones go
-        hidden: torch.Tensor,  # (B, 1, T, L) bool: what each new one may not see
+        place: torch.Tensor,  # (B, T) int64: cache positions of the new tokens
+        hidden: torch.Tensor,  # (B, 1, T, L) bool: cache positions that each new token must not attend to
     ) -> torch.Tensor:
         q, k, v = self._split(x)
         index = place[:, None, :, None].expand(k.shape)
@@ -214,11 +212,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The default sequence backbone: see components/dynamics/sequence_backbone.py for what that must offer.
+    """The default `SequenceBackbone` (components/dynamics/backbones.py).
 
-    dim:     width of embeddings and results
-    length:  tokens that it can look back on: the cache's size
-    dropout: of embeddings, attention and block results; only where seeds are given
+    dim:     width of embeddings and outputs
+    length:  size of the cache: the maximum context in tokens
+    dropout: of embeddings, attention and block outputs; only if seeds are passed
     """
 
     def __init__(self, *, dim: int, layers: int, heads: int, length: int, dropout: float = 0.0) -> None:
@@ -241,7 +239,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def _fast_forward(self, x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
-        """The blocks, with dropout, residual and norm as one. words: the seeds as integers."""
+        """The blocks, with dropout, residual and norm fused. words: the seeds as integers."""
         dtype = product_dtype(x.device)
         h = self.blocks[0].norm1(x).to(dtype)
         for n, block in enumerate(self.blocks):
@@ -256,7 +254,7 @@ class Transformer(nn.Module):
         return h
 
     def init_state(self, size: int) -> State:
-        """An empty cache for `size` sequences; every tensor has them first."""
+        """An empty cache for `size` sequences; the first axis of every tensor is the batch."""
         device = self.norm.weight.device
         shape = (size, len(self.blocks), self.heads, self.length, self.dim // self.heads)
         dtype = product_dtype(device)
@@ -270,9 +268,10 @@ class Transformer(nn.Module):
         }
 
     def step(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        """T more tokens, (B, T, dim): their results, and the state with them. The cache itself is written in place.
+        """T more tokens (B, T, dim) -> outputs (B, T, dim) and the new state. The cache is written in place.
 
-        More than `length` tokens do not fit: the caller begins anew before (what does not fit overwrites the last place).
+        The caller must start a new state before `length` tokens are exceeded; further tokens overwrite the
+        last position.
         """
         filled, after = state["filled"], {**state, "filled": state["filled"] + x.shape[1]}
         frozen = getattr(state["keys"], FROZEN, None) if fast() and not torch.is_grad_enabled() else None

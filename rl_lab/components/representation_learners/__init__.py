@@ -1,1 +1,1 @@
-"""representation_learners."""
+"""Encoders, decoders, tokenizers and the RSSM: from observations to latent states and back."""

@@ -1,8 +1,9 @@
-"""V of World Models: a convolutional variational autoencoder of 64×64 images (Ha and Schmidhuber 2018).
+"""The vision model V of World Models: a convolutional VAE of 64×64 images (Ha and Schmidhuber 2018).
 
-Four convolutions without padding take 64×64 to 2×2, four transposed ones go back. The KL term is only pushed down to
-`kl_tolerance` nats for each latent dimension, on their sum. Layers as in hardmaru/WorldModelsExperiments, vae/vae.py;
-for 32×32 and 16×16 images, which are ours, there are three and two of them.
+Four convolutions without padding reduce 64×64 to 2×2; four transposed convolutions reverse this. The KL
+divergence, summed over dimensions, is clipped from below at `kl_tolerance` nats per dimension. Layers as in
+hardmaru/WorldModelsExperiments, vae/vae.py; our versions for 32×32 and 16×16 images have three and two of
+them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from rl_lab.components.representation_learners.encoders import image_keys, image
 from rl_lab.errors import ConfigError
 from rl_lab.records import Spec
 
-MULTIPLES = (1, 2, 4, 8)  # of `depth`, channels of the encoder's layers
-# Side of the image in pixels -> kernels of the decoder, whose strides of 2 fit no other side
+MULTIPLES = (1, 2, 4, 8)  # channels of the encoder's layers, in multiples of `depth`
+# Side of the image -> kernel sizes of the decoder. With strides of 2 no other sides are possible.
 DECODER_KERNELS = {
     64: (5, 5, 6, 6),  # 1 -> 5 -> 13 -> 30 -> 64 pixels
     32: (5, 6, 6),  # 1 -> 5 -> 14 -> 32
@@ -28,11 +29,12 @@ Latent = dict[str, torch.Tensor]  # z, mu, logvar: (*batch, latent)
 
 
 class ConvVAE(nn.Module):
-    """Images of an observation (stacked by channel) to a normal over `latent` numbers, and back.
+    """Encodes images (stacked by channel) as a normal distribution of `latent` dimensions, and decodes them.
 
-    bounded: pixels are the sigmoid of the decoder's output, as in the original. On pictures with large areas of pure
-             black or white it saturates there and stops learning; False leaves the output as it is, and clips what is shown
-    kl_scale: weight of the KL term; below 1 for pictures whose small things matter
+    bounded:  apply a sigmoid to the decoder's output, as in the original. It saturates on images with large
+              pure black or white areas, where training then stops; False applies none and clips images for
+              display
+    kl_scale: weight of the KL term; below 1 if small objects matter
     """
 
     def __init__(
@@ -49,14 +51,14 @@ class ConvVAE(nn.Module):
         self.keys = image_keys(spec)
         if not self.keys:
             raise ConfigError(
-                f"a convolutional autoencoder needs images, and {spec.name} gives {sorted(spec.observations)}: "
-                "set environment.pixels=true, or choose an environment with pictures"
+                f"{spec.name} has no image observation, only {sorted(spec.observations)}: set "
+                "environment.pixels=true, or choose an environment with images"
             )
         self.channels = [spec.observations[key].shape[0] for key in self.keys]
         channels, height, width = image_shape(spec, 0)
         if height != width or height not in DECODER_KERNELS:
             raise ConfigError(
-                f"this autoencoder is made for images of 64×64, 32×32 or 16×16, not {height}×{width}: "
+                f"images of {height}×{width} do not fit this VAE, which takes 64×64, 32×32 or 16×16: "
                 "set environment.size=64"
             )
         kernels = DECODER_KERNELS[height]
@@ -77,18 +79,16 @@ class ConvVAE(nn.Module):
         for inputs, outputs, kernel in zip(ups, ups[1:], kernels):
             self.decoder.extend([nn.ConvTranspose2d(inputs, outputs, kernel, stride=2), nn.ReLU()])
         del self.decoder[-1]
-        for (
-            module
-        ) in self.modules():  # the initialisation of TensorFlow's layers, which the original takes over
+        for module in self.modules():  # default initialisation of TensorFlow, which the original uses
             if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)
 
-    # ---------------------------------------------------------------- seeing
+    # ---------------------------------------------------------------- encoding
 
     def observe(self, obs: Mapping[str, torch.Tensor], noise: torch.Tensor | None = None) -> Latent:
-        """obs: name -> (*batch, C, H, W) uint8; noise: (*batch, latent) normal, None takes the mean -> z, mu, logvar."""
+        """obs: name -> (*batch, C, H, W) uint8, noise: (*batch, latent) normal, None: z is the mean."""
         images = join_images(obs, self.keys)
         batch = images.shape[:-3]
         x = self.encoder(images.reshape(-1, *images.shape[-3:]).float() / 255.0).flatten(1)
@@ -97,13 +97,13 @@ class ConvVAE(nn.Module):
         return {"z": sample_normal(mu, logvar, noise), "mu": mu, "logvar": logvar}
 
     def observe_sequence(self, obs: Mapping[str, torch.Tensor], noise: torch.Tensor | None = None) -> Latent:
-        """The same for (B, T, C, H, W): an image knows nothing of the one before."""
+        """The same for (B, T, C, H, W): each image is encoded independently."""
         return self.observe(obs, noise)
 
-    # ---------------------------------------------------------------- drawing
+    # ---------------------------------------------------------------- decoding
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        """z: (*batch, latent) -> (*batch, ΣC, H, W) float32, in [0, 1] where bounded."""
+        """z: (*batch, latent) -> (*batch, ΣC, H, W) float32, in [0, 1] if `bounded`."""
         batch = z.shape[:-1]
         x = self.decoder(self.from_z(z.reshape(-1, self.latent))[:, :, None, None]).float()
         return (torch.sigmoid(x) if self.bounded else x).unflatten(0, batch)
@@ -113,12 +113,12 @@ class ConvVAE(nn.Module):
         stored = (images.clamp(0.0, 1.0) * 255.0).round().to(torch.uint8)
         return dict(zip(self.keys, stored.split(self.channels, -3)))
 
-    # ---------------------------------------------------------------- learning
+    # ---------------------------------------------------------------- losses
 
     def losses(
         self, obs: Mapping[str, torch.Tensor], noise: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Losses (*batch) each: squared error summed over pixels, KL above the tolerance; and detached metrics."""
+        """Losses (*batch): squared error summed over pixels, clipped KL; and detached metrics."""
         latent = self.observe(obs, noise)
         target = join_images(obs, self.keys).float() / 255.0
         error = (self.decode(latent["z"]) - target).square().sum((-3, -2, -1))
@@ -130,7 +130,7 @@ class ConvVAE(nn.Module):
 
 
 def sample_normal(mu: torch.Tensor, logvar: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
-    """A draw from normals given by mean and log variance; without noise the mean."""
+    """Sample of a normal with mean and log variance; the mean without noise."""
     return mu if noise is None else mu + torch.exp(0.5 * logvar) * noise
 
 

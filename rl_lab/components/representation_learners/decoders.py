@@ -1,4 +1,4 @@
-"""Decoder of dict observations from a latent state (deter, stoch): DreamerV3, 2025 form."""
+"""Decoders of observations from latent states (deter, stoch), as in DreamerV3's 2025 version."""
 
 from __future__ import annotations
 
@@ -8,31 +8,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from rl_lab.components.kernels.norm_silu import norm_silu
 from rl_lab.components.nn.conv import Conv, ConvUp, decode_folded, norm_act, upsample
 from rl_lab.components.nn.fast_path import fast
-from rl_lab.components.nn.kernels.norm_silu import norm_silu
 from rl_lab.components.nn.mlp import MLP, BlockLinear, Linear, RMSNorm
 from rl_lab.components.nn.symlog import symexp, symlog
 from rl_lab.components.representation_learners.encoders import (
     STAGES,
-    chosen,
     image_keys,
     image_shape,
     join_vectors,
+    select_observations,
     vector_keys,
     vector_size,
 )
 from rl_lab.records import Spec
 
-# --------------------
-# Decoder of images: a small seed from the latent state, then four doublings (DreamerV3, 2025 form).
-
-
 State = Mapping[str, torch.Tensor]
 
 
 class ImageDecoder(nn.Module):
-    """Gives pixels in [0, 1]; the loss is the squared error, summed over the image."""
+    """A small feature map from the latent state, then four upsampling stages to pixels in [0, 1]."""
 
     def __init__(
         self,
@@ -64,7 +60,7 @@ class ImageDecoder(nn.Module):
         batch = state["deter"].shape[:-1]
         deter, stoch = state["deter"].flatten(0, -2), state["stoch"].flatten(-2).flatten(0, -2)
         h, w = self.space
-        # (N, g, h·w·c) -> (N, h, w, g·c): each block of the recurrent state paints its own channels.
+        # (N, g, h·w·c) -> (N, h, w, g·c): each block of deter computes its own channels.
         grouped = self.from_deter(deter.unflatten(-1, (self.blocks, -1)))
         seed = grouped.unflatten(-1, (h, w, -1)).permute(0, 2, 3, 1, 4).flatten(-2)
         seed = seed + self.from_stoch(stoch).unflatten(-1, (h, w, -1))
@@ -82,7 +78,7 @@ class ImageDecoder(nn.Module):
     def losses(
         self, prediction: Mapping[str, torch.Tensor], obs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Name -> (*batch)."""
+        """Squared error summed over pixels: name -> (*batch)."""
         return {
             key: (prediction[key] - obs[key].float() / 255.0).square().sum((-3, -2, -1)) for key in self.keys
         }
@@ -92,12 +88,8 @@ class ImageDecoder(nn.Module):
         return {key: (prediction[key] * 255.0).round().to(torch.uint8) for key in self.keys}
 
 
-# --------------------
-# Decoder of vector observations: an MLP that predicts their symlog.
-
-
 class VectorDecoder(nn.Module):
-    """An MLP on (deter, stoch), one linear output per observation, in symlog space."""
+    """MLP on (deter, stoch) with one linear output per vector observation, which predicts its symlog."""
 
     def __init__(self, *, spec: Spec, features: int, units: int, layers: int = 3) -> None:
         super().__init__()
@@ -121,7 +113,7 @@ class VectorDecoder(nn.Module):
         }
 
     def observations(self, prediction: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Predictions in the observation's own shape and units."""
+        """Predictions in the shape and units of the observation."""
         return {
             key: symexp(value).reshape(*value.shape[:-1], *self.spec.observations[key].shape)
             for key, value in prediction.items()
@@ -130,9 +122,9 @@ class VectorDecoder(nn.Module):
 
 
 class DictDecoder(nn.Module):
-    """Predicts the environment's observations, or of these the `keys`.
+    """Predicts all observations of the environment, or those listed in `keys`.
 
-    `losses` compares, `observations` gives readable values.
+    `losses` compares raw predictions with observations, `observations` converts them to observations.
     """
 
     def __init__(
@@ -149,7 +141,7 @@ class DictDecoder(nn.Module):
         keys: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        spec = chosen(spec, keys, "decoder")
+        spec = select_observations(spec, keys, "decoder")
         self.keys = list(spec.observations)
         parts: list[VectorDecoder | ImageDecoder] = []
         if vector_keys(spec):
@@ -174,5 +166,5 @@ class DictDecoder(nn.Module):
         return {key: loss for part in self.parts for key, loss in part.losses(prediction, obs).items()}
 
     def observations(self, prediction: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Name -> (*batch, …): vectors float32, images uint8."""
+        """Name -> (*batch, …): float32 vectors, uint8 images."""
         return {key: value for part in self.parts for key, value in part.observations(prediction).items()}

@@ -1,4 +1,4 @@
-"""Which observations a part reads, which of them are images and which vectors."""
+"""Encoders of dict observations: vectors by an MLP, images by convolutions."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rl_lab.errors import ConfigError, reject_unknown
 from rl_lab.records import ArraySpec, Spec
 
 
-def chosen(spec: Spec, keys: Sequence[str] | None, part: str) -> Spec:
-    """The spec with these observations alone; None: all of them. `part` is named where one is unknown."""
+def select_observations(spec: Spec, keys: Sequence[str] | None, part: str) -> Spec:
+    """The spec with these observations only; None: all. `part` is the component that errors are about."""
     if keys is None:
         return spec
     where = f"components.{part}.keys"
     if isinstance(keys, str) or not keys:
         raise ConfigError(
-            f"{where}={keys!r} must be a list of observations: [{', '.join(sorted(spec.observations))}] "
-            "or some of these, or null for all"
+            f"{where}={keys!r} must be a list of some of [{', '.join(sorted(spec.observations))}], "
+            "or null for all"
         )
     reject_unknown(where, keys, spec.observations)
     return dataclasses.replace(spec, observations={key: spec.observations[key] for key in keys})
 
 
 def is_image(spec: ArraySpec) -> bool:
-    """uint8 and three axes: channels, height, width."""
+    """Whether it is uint8 with three axes: channels, height, width."""
     return spec.dtype == "uint8" and len(spec.shape) == 3
 
 
@@ -50,25 +50,23 @@ def vector_size(spec: Spec, key: str) -> int:
 
 
 def image_shape(spec: Spec, stages: int) -> tuple[int, int, int]:
-    """Channels of all images together, height, width; checked to survive `stages` halvings."""
+    """Total channels of all images, height, width; raises if they cannot be downsampled `stages` times."""
     shapes = {key: spec.observations[key].shape for key in image_keys(spec)}
     sizes = {shape[1:] for shape in shapes.values()}
     if len(sizes) != 1:
-        raise ConfigError(
-            f"images are stacked by channel, so they need one size, not {shapes}: resize them alike"
-        )
+        raise ConfigError(f"images {shapes} are stacked by channel and must have one size: resize them")
     height, width = sizes.pop()
     factor = 2**stages
     if height % factor or width % factor:
         raise ConfigError(
-            f"images of {height}×{width} cannot be halved {stages} times: choose environment.size with sides "
+            f"images of {height}×{width} cannot be downsampled {stages} times: set environment.size to sides "
             f"divisible by {factor}, for example 64×64 or 96×96"
         )
     return sum(shape[0] for shape in shapes.values()), height, width
 
 
 def join_vectors(obs: Mapping[str, torch.Tensor], spec: Spec, keys: list[str]) -> torch.Tensor:
-    """The vectors of a dict observation side by side: name -> (*batch, …) becomes (*batch, width) float32."""
+    """Concatenate vector observations: name -> (*batch, …) becomes (*batch, width) float32."""
     parts = []
     for key in keys:
         value, axes = obs[key], len(spec.observations[key].shape)
@@ -78,18 +76,14 @@ def join_vectors(obs: Mapping[str, torch.Tensor], spec: Spec, keys: list[str]) -
 
 
 def join_images(obs: Mapping[str, torch.Tensor], keys: list[str]) -> torch.Tensor:
-    """Images stacked by channel: name -> (*batch, C, H, W) becomes (*batch, ΣC, H, W), still uint8."""
+    """Stack images by channel: name -> (*batch, C, H, W) becomes (*batch, ΣC, H, W) uint8."""
     return obs[keys[0]] if len(keys) == 1 else torch.cat([obs[key] for key in keys], -3)
 
 
-# --------------------
-# Encoder of vector observations: symlog, then an MLP.
-
-
 class MLPEncoder(nn.Module):
-    """All vector observations, side by side in sorted order. Integers are taken as numbers.
+    """MLP on the symlog of all vector observations, concatenated in sorted order and cast to float.
 
-    input_dim may state the joint width; where the environment has another, the message names both.
+    input_dim: optional expected width of the concatenated vectors
     """
 
     def __init__(self, *, spec: Spec, units: int, layers: int = 3, input_dim: int | None = None) -> None:
@@ -98,10 +92,13 @@ class MLPEncoder(nn.Module):
         self.keys = vector_keys(spec)
         width = sum(vector_size(spec, key) for key in self.keys)
         if width == 0:
-            raise ConfigError(f"{spec.name} has no vector observation: use the `dict` encoder for images")
+            raise ConfigError(
+                f"{spec.name} has no vector observation: use components/encoder=dict for images"
+            )
         if input_dim is not None and input_dim != width:
             raise ConfigError(
-                f"the encoder's input_dim is {input_dim}, but {spec.name} gives vectors of width {width}"
+                f"components.encoder.input_dim is {input_dim}, but {spec.name} has vectors of width {width}: "
+                "correct it"
             )
         self.mlp = MLP(width, units, layers)
         self.embed_dim = units
@@ -111,20 +108,15 @@ class MLPEncoder(nn.Module):
         return self.mlp(symlog(join_vectors(obs, self.spec, self.keys)))
 
 
-# --------------------
-# Encoder of image observations: four convolution stages, each halving the image (DreamerV3, 2025 form).
-
-
-STAGES = (
-    2,
-    3,
-    4,
-    4,
-)  # channels of each stage, in multiples of `depth`: danijar/dreamerv3 configs.yaml `mults`
+# Channels of each stage, in multiples of `depth`: danijar/dreamerv3 configs.yaml `mults`.
+STAGES = (2, 3, 4, 4)
 
 
 class ImageEncoder(nn.Module):
-    """uint8 images of any size that divides by 16, square or not; several are stacked by channel."""
+    """Four convolution stages that downsample 2× each, as in DreamerV3's 2025 version.
+
+    uint8 images with sides divisible by 16, square or not; several images are stacked by channel.
+    """
 
     def __init__(self, *, spec: Spec, depth: int, stages: Sequence[int] = STAGES) -> None:
         super().__init__()
@@ -152,18 +144,14 @@ def image_embed_dim(spec: Spec, depth: int, stages: Sequence[int] = STAGES) -> i
     return depth * stages[-1] * (height >> len(stages)) * (width >> len(stages))
 
 
-# --------------------
-# Encoder of dict observations: vectors through an MLP, images through convolutions, joined.
-
-
 class DictEncoder(nn.Module):
-    """Takes whatever the environment offers, or of that the `keys`; `embed` is (vector part, image part) side by side."""
+    """Concatenated outputs of MLPEncoder and ImageEncoder, for all observations or those in `keys`."""
 
     def __init__(
         self, *, spec: Spec, units: int, depth: int, layers: int = 3, keys: Sequence[str] | None = None
     ) -> None:
         super().__init__()
-        spec = chosen(spec, keys, "encoder")
+        spec = select_observations(spec, keys, "encoder")
         parts: list[MLPEncoder | ImageEncoder] = []
         if vector_keys(spec):
             parts.append(MLPEncoder(spec=spec, units=units, layers=layers))
@@ -179,7 +167,7 @@ class DictEncoder(nn.Module):
 
 
 def dict_embed_dim(spec: Spec, *, units: int, depth: int, keys: Sequence[str] | None = None) -> int:
-    """Width of a DictEncoder's output, without building one."""
-    spec = chosen(spec, keys, "encoder")
+    """Output width of a DictEncoder, without building it."""
+    spec = select_observations(spec, keys, "encoder")
     vector = units if vector_keys(spec) else 0
     return vector + (image_embed_dim(spec, depth) if image_keys(spec) else 0)

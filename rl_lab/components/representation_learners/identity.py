@@ -1,4 +1,4 @@
-"""No representation at all: the observation is the state."""
+"""No representation learning: the observation is the state."""
 
 from __future__ import annotations
 

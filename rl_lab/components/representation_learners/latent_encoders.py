@@ -1,4 +1,4 @@
-"""TD-MPC's encoder of vector observations: an MLP that ends in the latent space."""
+"""Encoders of TD-MPC: vectors or images to the latent space, and task embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_lab.components.representation_learners.encoders import (
 from rl_lab.errors import ConfigError
 from rl_lab.records import Spec
 
-# Observations that say what the task is; they are not part of its state.
+# Observations that identify the task; they are not part of the state.
 TASK_KEYS = ("task", "action_mask")
 
 
@@ -29,13 +29,13 @@ def state_keys(spec: Spec) -> list[str]:
 
 
 class LatentEncoder(nn.Module):
-    """All vector observations side by side in sorted order -> latent.
+    """MLP from all vector observations, concatenated in sorted order, to the latent.
 
-    layers:   hidden layers are max(layers - 1, 1), then one into the latent (nicklashansen/tdmpc2: num_enc_layers)
-    context:  width of a task's embedding beside the observation
+    layers:   max(layers - 1, 1) hidden layers, then one to the latent (nicklashansen/tdmpc2: num_enc_layers)
+    context:  width of the task embedding that is concatenated to the observation
     """
 
-    augments = False  # takes no noise
+    augments = False  # whether it takes noise for augmentation
 
     def __init__(
         self,
@@ -59,33 +59,30 @@ class LatentEncoder(nn.Module):
             )
         if image_keys(spec):
             raise ConfigError(
-                f"{spec.name} has images and vectors, and this encoder sees one kind: keep some of "
+                f"{spec.name} has images and vectors, but this encoder reads vectors only: select some of "
                 f"{sorted(spec.observations)} with environment.observations=[…]"
             )
         width = sum(vector_size(spec, key) for key in self.keys)
-        words = [hidden] * max(layers - 1, 1)
+        kinds = [hidden] * max(layers - 1, 1)
         inputs = [width, context] if context else [width]
-        self.mlp = NormedMLP(inputs, units, latent, hidden=words, out=out, init=init, group=group)
+        self.mlp = NormedMLP(inputs, units, latent, hidden=kinds, out=out, init=init, group=group)
 
     def forward(
         self, obs: Mapping[str, torch.Tensor], *task: torch.Tensor, noise: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """obs: name -> (*batch, …), task: (*batch, context) where there is one -> latent (*batch, L)."""
+        """obs: name -> (*batch, …), task: (*batch, context) if `context` > 0 -> latent (*batch, L)."""
         return self.mlp(join_vectors(obs, self.spec, self.keys), *task)
 
 
-# --------------------
-# Random shift of images: the augmentation of DrQ and TD-MPC (Kostrikov et al. 2021).
-
-
 def random_shift(image: torch.Tensor, noise: torch.Tensor, pad: int) -> torch.Tensor:
-    """Each image moved by up to `pad` pixels, its border repeated: (N, C, H, W), noise (N, 2) uniform -> (N, C, H, W).
+    """Random shift of images by up to `pad` pixels, with replicated border (DrQ, Kostrikov et al. 2021).
 
-    Moves by whole pixels, so that it is a choice of rows and columns: exact, in the image's own dtype.
+    (N, C, H, W), noise (N, 2) uniform -> (N, C, H, W). Shifts are integers, so it only indexes rows and
+    columns and keeps the dtype.
     """
     count, channels, height, width = image.shape
     shift = (noise * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (N, 2); noise × n may round up to n
-    # Repeating the border is reading the nearest row that exists.
+    # Clamping the indices replicates the border.
     rows = (torch.arange(height, device=image.device) + shift[:, :1]).clamp(0, height - 1)  # (N, H)
     columns = (torch.arange(width, device=image.device) + shift[:, 1:]).clamp(0, width - 1)  # (N, W)
     flat = (rows.unsqueeze(-1) * width + columns.unsqueeze(1)).view(count, 1, height * width)
@@ -93,17 +90,14 @@ def random_shift(image: torch.Tensor, noise: torch.Tensor, pad: int) -> torch.Te
     return moved.view(count, channels, height, width)
 
 
-# --------------------
-# TD-MPC's encoder of images: random shift, four convolutions, the latent space.
-
-
 class LatentImageEncoder(nn.Module):
-    """x/255 − 0.5 → convolutions with ReLU between → flat → latent.
+    """x/255 − 0.5 → convolutions with ReLU between them → flatten → latent.
 
-    TD-MPC2 (nicklashansen/tdmpc2 common/layers.py) ends in SimNorm right after the flattening, which fits one latent
-    size only: where the widths are equal, so does this; else a layer of `out` leads into the latent.
+    TD-MPC2 (nicklashansen/tdmpc2 common/layers.py) applies SimNorm directly after flattening, which works for
+    one latent size only. This encoder does the same if the widths are equal; otherwise a layer of kind `out`
+    maps to the latent.
 
-    shift:    pixels of the random shift, applied where `noise` is given: in training. Acting sees the picture as it is.
+    shift:    pixels of the random shift, which is applied only if `noise` is passed, in training
     """
 
     augments = True
@@ -127,7 +121,9 @@ class LatentImageEncoder(nn.Module):
         if not self.keys:
             raise ConfigError(f"{spec.name} has no image: use components/encoder=tdmpc_state for vectors")
         if context:
-            raise ConfigError("several tasks from images are not supported: use vector observations")
+            raise ConfigError(
+                f"algorithm.task_width={context} is not supported with images: use vector observations"
+            )
         self.shift = shift
         self.group = group
         shapes = [spec.observations[key].shape for key in self.keys]
@@ -137,7 +133,9 @@ class LatentImageEncoder(nn.Module):
             convs.append(nn.Conv2d(inputs, channels, kernel, stride))
             inputs, sides = channels, [(side - kernel) // stride + 1 for side in sides]
         if min(sides) < 1:
-            raise ConfigError(f"images of {shapes[0][1:]} are too small for kernels {list(kernels)}")
+            raise ConfigError(
+                f"images of {shapes[0][1:]} are too small for kernels {list(kernels)}: raise environment.size"
+            )
         self.convs = nn.ModuleList(convs)
         for conv in convs:
             if init == "orthogonal":
@@ -148,7 +146,9 @@ class LatentImageEncoder(nn.Module):
         self.bare = self.flat == latent and activation == "simnorm"
         self.out = None if self.bare else Layer([self.flat], latent, out, init=init, group=group)
         if self.bare and latent % group:
-            raise ConfigError(f"a latent of {latent} does not divide into groups of {group}")
+            raise ConfigError(
+                f"a latent of {latent} cannot be split into groups of {group}: change one of them"
+            )
 
     def forward(
         self, obs: Mapping[str, torch.Tensor], *task: torch.Tensor, noise: torch.Tensor | None = None
@@ -170,25 +170,22 @@ class LatentImageEncoder(nn.Module):
         return x.view(*batch, -1)
 
 
-# --------------------
-# A learned vector for each task, of length at most 1 (TD-MPC2's multi-task form).
-
-
 class TaskEmbedding(nn.Module):
-    """One row per task; tasks arrive as one-hot vectors, as every whole number in an observation does here.
+    """A learned vector of norm at most 1 for each task, as in multi-task TD-MPC2. Tasks are one-hot vectors.
 
-    `project` shortens rows that have grown beyond length 1. The original asks torch's embedding to do so at every
-    look-up, which reads from the device and cannot be captured; here an update ends with it.
+    `project` rescales rows with a norm above 1; it is called after each update. The original uses `max_norm`
+    of torch's embedding at each lookup, which needs a device-to-host copy and cannot be captured.
     """
 
     def __init__(self, *, spec: Spec, width: int) -> None:
         super().__init__()
         if "task" not in spec.observations:
             raise ConfigError(
-                f"{spec.name} has one task only: its observations are {sorted(spec.observations)}"
+                f"{spec.name} has one task only: components.task_embedding needs an observation 'task', not just "
+                f"{sorted(spec.observations)}"
             )
         if width < 1:
-            raise ConfigError("a task's embedding needs a width: set algorithm.task_width, for example to 96")
+            raise ConfigError(f"algorithm.task_width is {width}: set it to at least 1, for example 96")
         tasks = spec.observations["task"].shape[0]
         self.width = width
         # nicklashansen/tdmpc2 common/init.py: uniform ±0.02

@@ -1,8 +1,9 @@
-"""Recurrent state-space model of DreamerV3 in its 2025 form: a block GRU and a vector of categorical variables.
+"""Recurrent state-space model of DreamerV3's 2025 version: a block GRU and a vector of categorical variables.
 
-A state is `deter` (B, D), what the recurrence remembers, and `stoch` (B, S, C), S one-hot variables of C classes. The
-posterior sees the observation, the prior only the memory. Paper: Hafner et al. 2025, "Mastering diverse control tasks
-through world models"; sizes, gate order and initialisation from danijar/dreamerv3 (rssm.py).
+A state is `deter` (B, D), the recurrent state, and `stoch` (B, S, C), S one-hot variables of C classes. The
+posterior depends on deter and the observation, the prior on deter only. Paper: Hafner et al. 2025, "Mastering
+diverse control tasks through world models"; sizes, gate order and initialisation are from danijar/dreamerv3
+(rssm.py).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from rl_lab.components.representation_learners.encoders import dict_embed_dim
 from rl_lab.components.representation_learners.rssm_fast import scan_posterior
 from rl_lab.records import Spec
 
-# --------------------
-# A GRU whose memory is split into blocks: most of its weights connect a block to itself (DreamerV3, 2025 form).
-
 
 class BlockGRU(nn.Module):
-    """One hidden block layer before the gates; every block also sees the inputs and a summary of the whole memory."""
+    """GRU with block-diagonal weights and one hidden layer before the gates.
+
+    Each block depends on its own part of the state, on the inputs, and on an embedding of the complete state.
+    """
 
     def __init__(self, deter: int, hidden: int, *, inputs: int, blocks: int) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class BlockGRU(nn.Module):
         memory = deter.unflatten(-1, (self.blocks, -1))  # (B, g, D/g)
         y = self.layer(torch.cat([memory, shared], -1))
         y = F.silu(self.norm(y.flatten(-2))).unflatten(-1, (self.blocks, -1))
-        # Split inside each block, not across the whole width.
+        # Split within each block, not across the full width.
         reset, candidate, update = self.gates(y).chunk(3, -1)  # (B, g, D/g) each
         candidate = torch.tanh(torch.sigmoid(reset) * candidate)
         update = torch.sigmoid(update - 1.0)
@@ -55,8 +56,8 @@ State = dict[str, torch.Tensor]
 class RSSM(nn.Module):
     """Latent dynamics: `observe`, `observe_sequence`, `imagine_step`.
 
-    embed_dim: width of the encoder's output; None takes what a DictEncoder of `units`, `depth` and `keys` gives.
-    action_layers: normed layers of the action's own way in; with 0 it enters the recurrence as it is.
+    embed_dim:     width of the encoder's output; None: that of a DictEncoder with `units`, `depth` and `keys`
+    action_layers: normed layers of the action embedding; 0: the encoded action is the input of the recurrence
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class RSSM(nn.Module):
         self.prior_net = MLP(deter, hidden, prior_layers, outputs=stoch * classes)
 
     def initial_state(self, batch_size: int) -> State:
-        """Zeros, as at the start of every episode."""
+        """Zeros: the state at the start of every episode."""
         zeros = self.posterior_norm.weight.new_zeros
         return {"deter": zeros(batch_size, self.deter), "stoch": zeros(batch_size, self.stoch, self.classes)}
 
     def feature(self, state: State) -> torch.Tensor:
-        """What heads and policy see: deter and stoch side by side, (…, features)."""
+        """Input of heads and policy: deter and stoch concatenated, (…, features)."""
         return torch.cat([state["deter"], state["stoch"].flatten(-2)], -1)
 
     def observe(
@@ -122,13 +123,13 @@ class RSSM(nn.Module):
         is_first: torch.Tensor,  # (B, T) bool
         noise: torch.Tensor,  # (B, T, S) uniform
     ) -> tuple[State, torch.Tensor]:
-        """Posterior states (B, T, …) from the state before the first row, and their log probabilities (B, T, S, C).
+        """Posterior states (B, T, …) after the given state, and their log probabilities (B, T, S, C).
 
-        Where `is_first`, memory and previous action are zeroed before the step.
+        Where `is_first`, the state and the previous action are zeroed before the step.
         """
         keep = (~is_first).unsqueeze(-1).float()  # (B, T, 1)
-        # What does not depend on the recurrence is computed for all steps at once: the action's way in, and the
-        # observation's half of the posterior's first layer, which is linear in (deter, embed) side by side.
+        # Everything outside the recurrence is computed for all steps at once: the action embedding, and the
+        # observation's part of the posterior's first layer, which is linear in (deter, embed).
         actions = self.action_in(self.action_encoder(action) * keep)
         from_deter, from_embed = self.posterior_in.weight.split([self.deter, self.embed_dim], 1)
         embeds = F.linear(embed, from_embed, self.posterior_in.bias)
@@ -158,7 +159,7 @@ class RSSM(nn.Module):
         return {"deter": deter, "stoch": straight_through(self._prior_probs(deter), noise)}
 
     def prior(self, deter: torch.Tensor) -> torch.Tensor:
-        """Log probabilities of the stochastic state given the memory: (…, D) -> (…, S, C)."""
+        """Log probabilities of stoch given deter: (…, D) -> (…, S, C)."""
         return self._prior_probs(deter).log()
 
     def _prior_probs(self, deter: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,13 @@
-"""The RSSM's posterior over a sequence as one function with its own backward pass.
+"""Fast implementations of the RSSM for GPUs: the posterior over a sequence, and imagined rollouts.
 
-It computes what `RSSM.observe_sequence` says, arranged for a GPU, where a scan is bound by the number of its kernels:
-- the products of the new memory for the posterior now and for the recurrence of the next step are one product;
-- between products there is one fused piece (nn/kernels);
-- in the backward pass each step only passes gradients on; what the weights get is one large product per weight, after
-  the last step, instead of one small product and one addition per step.
+`scan_posterior` computes the same as `RSSM.observe_sequence` with its own backward pass. On a GPU a scan is
+bound by the number of its kernels, therefore:
+- one matrix product of the new deter serves the posterior of this step and the recurrence of the next;
+- one fused kernel runs between two products;
+- each step of the backward pass only propagates gradients; weight gradients are one large product per weight
+  after the last step, instead of a small product and an addition per step.
+
+`imagine` and `imagine_with_gradient` compute the same as a loop over `RSSM.imagine_step`.
 """
 
 from __future__ import annotations
@@ -16,13 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from rl_lab.components.nn.kernels.latent import sample_latent, sample_latent_backward
-from rl_lab.components.nn.kernels.norm_silu import (
-    norm_silu_backward,
-    norm_silu_forward,
-    norm_silu_input_gradient,
-)
-from rl_lab.components.nn.kernels.recurrent import (
+from rl_lab.components.kernels.block_gru import (
     EnterWeights,
     enter,
     enter_backward,
@@ -31,6 +28,12 @@ from rl_lab.components.nn.kernels.recurrent import (
     mix,
     mix_backward,
 )
+from rl_lab.components.kernels.norm_silu import (
+    norm_silu_backward,
+    norm_silu_forward,
+    norm_silu_input_gradient,
+)
+from rl_lab.components.kernels.sampling import categorical_sample, categorical_sample_backward
 from rl_lab.components.nn.mlp import FrozenMLP
 from rl_lab.components.nn.precision import product_dtype
 
@@ -45,8 +48,8 @@ def scan_posterior(
     rssm: RSSM,
     state: dict[str, torch.Tensor],  # deter (B, D), stoch (B, S, C) before the first row
     keep: torch.Tensor,  # (B, T) float32
-    actions: torch.Tensor,  # (B, T, a) after the action's way in
-    embeds: torch.Tensor,  # (B, T, h) the observation's half of the posterior's first layer, with its bias
+    actions: torch.Tensor,  # (B, T, a) embedded actions
+    embeds: torch.Tensor,  # (B, T, h) the observation's part of the posterior's first layer, with its bias
     noise: torch.Tensor,  # (B, T, S)
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Deter (B, T, D), stoch (B, T, S, C), probabilities (B, T, S, C): float32, differentiable."""
@@ -80,9 +83,9 @@ def scan_posterior(
 
 
 def split_layer(rssm: RSSM) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block layer's weights (g, d + 2h + a, d): those for memory and state (g, d + 2h, d), for the action (a, D).
+    """The block layer's weights for the state (g, d + 2h, d) and for the action (a, D).
 
-    Every block sees the same action, so its part is one dense product, and not part of the recurrence.
+    All blocks have the same action as input, so its part is one dense product outside the recurrence.
     """
     weight = rssm.gru.layer.weight
     entering = rssm.action_in.out_features
@@ -91,7 +94,7 @@ def split_layer(rssm: RSSM) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PosteriorScan(torch.autograd.Function):
-    """Inputs and results as `scan_posterior` names them; the state before the first row gets no gradient."""
+    """Inputs and outputs as in `scan_posterior`; the state before the first row gets no gradient."""
 
     @staticmethod
     def forward(
@@ -110,9 +113,8 @@ class PosteriorScan(torch.autograd.Function):
         weights = ScanWeights(parameters, eps, low)
         hidden, blocks = weights.hidden, weights.blocks
         deter_low, stoch_low = deter.to(low), stoch.to(low)
-        product = (
-            deter_low @ weights.both.t()
-        )  # (B, 2h): for this step's posterior, for the next step's way in
+        # (B, 2h): for the posterior of this step, and for the input layer of the next step
+        product = deter_low @ weights.both.t()
         from_stoch = stoch_low @ weights.stoch.t()
         kept: dict[str, Tensors] = {name: [] for name in SAVED}
         kept["deter"].append(deter)
@@ -128,7 +130,7 @@ class PosteriorScan(torch.autograd.Function):
             deter, deter_low = gates(raw, weights.gate_bias, deter, keep_t)
             before, product = product, deter_low @ weights.both.t()
             x = norm_silu_forward(product[:, :hidden], from_embed[:, t], weights.posterior_norm, eps)
-            probs, stoch_low = sample_latent(x @ weights.out.t(), weights.out_bias, noise[:, t], unimix)
+            probs, stoch_low = categorical_sample(x @ weights.out.t(), weights.out_bias, noise[:, t], unimix)
             step = (deter, deter_low, stoch_low, before, from_stoch, inputs, y, mixed, raw, x, probs)
             for name, value in zip(SAVED, step):
                 kept[name].append(value)
@@ -152,14 +154,14 @@ class PosteriorScan(torch.autograd.Function):
         grad_deter, grad_probs = grad_deter.contiguous(), grad_probs.contiguous()
         grad_stoch = grad_stoch.flatten(-2).contiguous()
         batch, steps = keep.shape
-        # Gradients of `product` before the first step and after each: the next step's half is written by that step.
+        # Gradients of `product` before the first step and after each; the next step writes the second half.
         both = torch.zeros((steps + 1, batch, 2 * hidden), dtype=low, device=keep.device)
         found: dict[str, Tensors] = {name: [] for name in FOUND}
         carry: torch.Tensor | None = None
         entered: torch.Tensor | None = None
         from_next: torch.Tensor | None = None
         for t in reversed(range(steps)):
-            logits = sample_latent_backward(
+            logits = categorical_sample_backward(
                 kept["probs"][t], grad_probs[:, t], grad_stoch[:, t], from_next, unimix, low
             )
             x = logits @ w.out
@@ -197,7 +199,7 @@ class PosteriorScan(torch.autograd.Function):
         return None, None, None, None, grad_action, grad_embed, None, *gradients
 
 
-# What the forward pass keeps of each step, and what the backward pass finds for each.
+# Tensors that the forward pass saves for each step, and gradients that the backward pass computes for each.
 SAVED = (
     "deter", "deter_low", "stoch", "product", "from_stoch", "inputs", "y", "mixed", "raw", "x", "probs",
 )  # fmt: skip
@@ -205,7 +207,7 @@ FOUND = ("logits", "x", "raw", "mixed", "y", "entered", "from_stoch")
 
 
 class ScanWeights:
-    """The scan's parameters: matrices cast once to the products' dtype, vectors as they are (float32)."""
+    """Parameters of the scan: matrices cast once to the dtype of the products, vectors in float32."""
 
     def __init__(self, parameters: tuple[torch.Tensor, ...], eps: float, low: torch.dtype) -> None:
         (
@@ -231,15 +233,15 @@ def parameter_gradients(
     from_action: torch.Tensor,
     from_embed: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """What all steps together give each parameter, in the order of `PosteriorScan`'s parameters."""
+    """Gradients of all parameters over all steps, in the order of `PosteriorScan`'s parameters."""
     hidden, eps = w.hidden, w.eps
     g_both = (both.flatten(0, 1).t() @ torch.stack(kept["deter_low"]).flatten(0, 1)).float()
     g_posterior, g_deter = g_both.split(hidden)
     g_stoch = _rows(found["from_stoch"]).t() @ _rows(kept["stoch"][:-1])
-    # The two layers on the way in: their norms and biases, from gradients summed over the blocks.
+    # Norms and biases of the two input layers, from gradients summed over the blocks.
     shared = torch.stack(found["entered"])[..., -2 * hidden :].sum(1, dtype=torch.float32)  # (T, B, 2h)
     scale = keep.t().unsqueeze(-1)  # (T, B, 1)
-    ways_in = []
+    input_layers = []
     for half, name, bias, norm in (
         (shared[..., :hidden], "product", w.enter.deter_bias, w.enter.deter_norm),
         (shared[..., hidden:], "from_stoch", w.enter.stoch_bias, w.enter.stoch_norm),
@@ -247,8 +249,8 @@ def parameter_gradients(
         values = torch.stack(kept[name][: len(found["y"])])[..., -hidden:].float() * scale
         rows = half.flatten(0, 1).contiguous()
         _, g_norm, g_bias = norm_silu_backward(rows, values.flatten(0, 1), bias, norm, eps)
-        ways_in.append((g_bias, g_norm))
-    (g_deter_bias, g_deter_norm), (g_stoch_bias, g_stoch_norm) = ways_in
+        input_layers.append((g_bias, g_norm))
+    (g_deter_bias, g_deter_norm), (g_stoch_bias, g_stoch_norm) = input_layers
     g_layer = torch.bmm(_blocks(kept["inputs"]).transpose(1, 2), _blocks(found["y"]))
     y = torch.stack(kept["y"]).transpose(1, 2).flatten(0, 1).flatten(1)  # (T·B, D)
     grad = torch.stack(found["mixed"]).transpose(1, 2).flatten(0, 1).flatten(1)
@@ -270,27 +272,23 @@ def parameter_gradients(
 
 
 def _rows(steps: Tensors) -> torch.Tensor:
-    """T of (B, F) -> (T·B, F)."""
+    """T tensors (B, F) -> (T·B, F)."""
     return torch.stack(steps).flatten(0, 1)
 
 
 def _blocks(steps: Tensors) -> torch.Tensor:
-    """T of (g, B, F) -> (g, T·B, F)."""
+    """T tensors (g, B, F) -> (g, T·B, F)."""
     return torch.stack(steps, 1).flatten(1, 2)
 
 
-# --------------------
-# Dream steps of the RSSM: weights cast once, fused pieces, states written where they are needed.
-#
-# The weights get no gradient here. What a step leaves in its `StepTrace` is enough to find the gradient of its action
-# (rssm_dream_gradient.py).
+# --- Imagined rollouts ---
 
 
 class StepTrace(NamedTuple):
-    """What one dreamed step went through: g blocks of width d, h hidden units."""
+    """Intermediate values of one imagined step for backward: g blocks of width d, h hidden units."""
 
-    deter: torch.Tensor  # (N, D) float32, the memory before
-    action_products: list[torch.Tensor]  # (N, h) of the layers of the action's way in
+    deter: torch.Tensor  # (N, D) float32, before the step
+    action_products: list[torch.Tensor]  # (N, h) of the layers of the action embedding
     from_action: torch.Tensor  # (N, D)
     from_deter: torch.Tensor  # (N, h)
     from_stoch: torch.Tensor  # (N, h)
@@ -301,10 +299,11 @@ class StepTrace(NamedTuple):
 
 
 class FrozenDynamics:
-    """`RSSM.imagine_step` with the weights of this moment (in float32 they are the parameters themselves).
+    """`RSSM.imagine_step` with the current weights, cast once, without gradients.
 
-    A state is the memory in float32 and a feature row (deter, stoch) in the products' dtype, which is also what the
-    policy and the heads read: nothing is copied or joined between steps.
+    In float32 they are the parameters themselves. A state is deter in float32 and the feature (deter, stoch)
+    in the dtype of the products, which is also the input of policy and heads: nothing is copied or
+    concatenated between steps.
     """
 
     @torch.no_grad()
@@ -335,12 +334,12 @@ class FrozenDynamics:
     def step(
         self,
         deter: torch.Tensor,  # (N, D) float32
-        feature: torch.Tensor,  # (N, F) of the state before; rows may lie apart
+        feature: torch.Tensor,  # (N, F) of the previous state; may be a slice
         action: torch.Tensor,  # (N, …) as stored
         noise: torch.Tensor,  # (N, S) uniform
-        out: torch.Tensor,  # (N, F) written: the next state's feature; rows may lie apart
+        out: torch.Tensor,  # (N, F) output: feature of the next state; may be a slice
     ) -> tuple[torch.Tensor, StepTrace]:
-        """The next memory (N, D) float32, and how it came about."""
+        """The next deter (N, D) float32, and the trace."""
         rssm, blocks, width = self.rssm, self.rssm.gru.blocks, self.rssm.deter
         encoded, action_products = self.action_in.traced(rssm.action_encoder(action, self.dtype))
         from_action = torch.addmm(self.layer_bias, encoded, self.action)
@@ -351,23 +350,23 @@ class FrozenDynamics:
         raw = torch.bmm(mix(layer, from_action, self.layer_norm, self.eps), self.gates)
         after, _ = gates(raw, self.gate_bias, deter, None, out[:, :width])
         logits, prior_products = self.prior.traced(out[:, :width])
-        probs, _ = sample_latent(logits, self.no_bias, noise, rssm.unimix, out[:, width:])
+        probs, _ = categorical_sample(logits, self.no_bias, noise, rssm.unimix, out[:, width:])
         return after, StepTrace(
             deter, action_products, from_action, from_deter, from_stoch, layer, raw, prior_products, probs
         )
 
 
 @torch.no_grad()
-def dream(
+def imagine(
     dynamics: FrozenDynamics,
     policy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],  # (feature, noise) -> action
     state: dict[str, torch.Tensor],  # deter (N, D), stoch (N, S, C)
     prior_noise: torch.Tensor,  # (H, N, S)
     action_noise: torch.Tensor,  # (H, N, k)
     *,
-    traces: list[StepTrace] | None = None,  # filled where it is given
+    traces: list[StepTrace] | None = None,  # appended to, if given
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features (N, H+1, F) in the products' dtype, actions (N, H, …)."""
+    """Imagined rollout: features (N, H+1, F) in the dtype of the products, actions (N, H, …)."""
     horizon, count = prior_noise.shape[:2]
     features = torch.empty(
         (count, horizon + 1, dynamics.rssm.features), dtype=dynamics.dtype, device=prior_noise.device
@@ -382,44 +381,41 @@ def dream(
     return features, torch.stack(actions, 1)
 
 
-# --------------------
-# Dreams that gradients go back through: from states to the actions before them, and from these to the policy.
-#
-# It computes what a loop of `RSSM.imagine_step` would, arranged for a GPU: the policy sees states as given (no gradient
-# goes through its eyes), so its actions are computed once more, all at once, with gradient, and the way back through time
-# only passes gradients on. Weights of the world model get none; they must not change before the gradient is found.
-
-
-def dream_with_gradient(
+def imagine_with_gradient(
     rssm: RSSM,
     actor: Any,  # `frozen` and `sample`, continuous actions
     state: dict[str, torch.Tensor],  # deter (N, D), stoch (N, S, C)
     prior_noise: torch.Tensor,  # (H, N, S)
     action_noise: torch.Tensor,  # (H, N, k)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features (N, H+1, F) in the products' dtype and actions (N, H, A), both with gradient."""
+    """As `imagine`, with gradients from features to the previous actions, and from these to the policy.
+
+    The policy's inputs are detached. Therefore its actions are recomputed for all steps at once with
+    gradients, and the backward pass through time only propagates gradients. The world model's weights get no
+    gradients; they must not change before the backward pass.
+    """
     dynamics, traces = FrozenDynamics(rssm), list[StepTrace]()
     policy = actor.frozen(product_dtype(prior_noise.device))
-    features, _ = dream(dynamics, policy, state, prior_noise, action_noise, traces=traces)
+    features, _ = imagine(dynamics, policy, state, prior_noise, action_noise, traces=traces)
     actions = actor.sample(features[:, :-1], action_noise.transpose(0, 1))
-    return DreamedFeatures.apply(actions, DreamRecord(features, dynamics, traces)), actions
+    return ImaginedFeatures.apply(actions, RolloutRecord(features, dynamics, traces)), actions
 
 
 @dataclass
-class DreamRecord:
-    """A dream that has been dreamed without gradient."""
+class RolloutRecord:
+    """A rollout that was computed without gradients."""
 
     features: torch.Tensor
     dynamics: FrozenDynamics
     traces: list[StepTrace]
 
 
-class DreamedFeatures(torch.autograd.Function):
-    """Actions (N, H, A) -> the features that they led to (N, H+1, F)."""
+class ImaginedFeatures(torch.autograd.Function):
+    """Actions (N, H, A) -> features of the rollout (N, H+1, F)."""
 
     @staticmethod
-    def forward(ctx: Any, actions: torch.Tensor, record: DreamRecord) -> torch.Tensor:
-        # Not `record` itself: it holds the result, and a result that its own graph holds is freed late.
+    def forward(ctx: Any, actions: torch.Tensor, record: RolloutRecord) -> torch.Tensor:
+        # Not `record`: it holds the output, and an output that its own graph references is freed late.
         ctx.dynamics, ctx.traces = record.dynamics, record.traces
         ctx.save_for_backward(actions)
         return record.features
@@ -435,7 +431,7 @@ class DreamedFeatures(torch.autograd.Function):
         rows = dynamics.action_in.input_gradient(rows, products)
         found = rows.unflatten(0, from_action.shape[:2]).transpose(0, 1).to(actions.dtype)
         ctx.traces = None
-        # As `limit_action` has it: scaled where the action was, no gradient through the limit.
+        # As in `limit_action`: scaled where the action was scaled, no gradient through the limit.
         return found / actions.abs().clamp(min=1.0), None
 
 
@@ -444,13 +440,13 @@ def backward_through_time(
     traces: list[StepTrace],
     grad: torch.Tensor,  # (N, H+1, F) of the features
 ) -> torch.Tensor:
-    """Gradients of the actions' products with the block layer: (H, N, D)."""
+    """Gradients of the products of actions and block layer: (H, N, D)."""
     w, low = dynamics, dynamics.dtype
     grad = grad.contiguous()
     count, width, steps = len(grad), w.rssm.deter, len(traces)
     hidden = traces[0].from_deter.shape[-1]
-    always = torch.ones(count, device=grad.device)  # no episode begins within a dream
-    # The memory's two products, for the prior and for the way into the next step, go back as one.
+    always = torch.ones(count, device=grad.device)  # no episode starts within a rollout
+    # One product propagates both gradients of deter: from the prior and from the next step's input layer.
     both_weights = torch.cat([w.prior.first_weight, w.deter_weight.t()])  # (2h, D)
     both = torch.zeros((steps + 1, count, 2 * hidden), dtype=low, device=grad.device)
     found: list[torch.Tensor] = []
@@ -459,7 +455,7 @@ def backward_through_time(
     from_next: torch.Tensor | None = None
     for t in reversed(range(steps)):
         trace = traces[t]
-        logits = sample_latent_backward(
+        logits = categorical_sample_backward(
             trace.probs, None, grad[:, t + 1, width:], from_next, w.rssm.unimix, low
         )
         w.prior.first_product_gradient(logits, trace.prior_products, both[t + 1, :, :hidden])
@@ -470,7 +466,7 @@ def backward_through_time(
         mixed = torch.bmm(raw, w.gates.transpose(1, 2))
         layer = mix_backward(mixed, trace.layer, trace.from_action, w.layer_norm, w.eps)
         found.append(layer.transpose(0, 1).flatten(1))
-        if t > 0:  # the state that a dream starts from is given
+        if t > 0:  # the initial state of a rollout gets no gradient
             entered = torch.bmm(layer, w.layer.transpose(1, 2))
             from_stoch = enter_backward(
                 entered, trace.from_deter, trace.from_stoch, always, w.enter, both[t, :, hidden:]

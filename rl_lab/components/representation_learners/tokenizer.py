@@ -1,7 +1,7 @@
-"""What a token world model asks of the network that turns frames into tokens, and what such networks share.
+"""The interface of tokenizers, which map frames to tokens and back, and the tokenizer of IRIS.
 
-Frames are float, pixels in [0, 1]. A *contextual* tokenizer describes a frame by what changed since the one before it, so
-it is also given that frame and the action between the two; another one ignores both.
+Frames are float with pixels in [0, 1]. A *contextual* tokenizer encodes the change since the previous frame
+and also takes that frame and the action between the two; other tokenizers ignore both.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean, weighted_losses
 from rl_lab.components.nn.optim import exempt_from_decay
 from rl_lab.components.nn.residual_conv import (
-    Double,
-    Halve,
+    Downsample,
     ImageAttention,
-    PictureNet,
-    PictureNorm,
+    ImageNorm,
+    ImageSequential,
     ResidualConv,
+    Upsample,
 )
 from rl_lab.components.representation_learners.encoders import image_keys
 from rl_lab.errors import ConfigError
@@ -28,54 +28,54 @@ from rl_lab.records import Batch, Spec
 
 
 class Tokenizer(Protocol):
-    num_tokens: int  # of one frame
+    num_tokens: int  # per frame
     vocab: int
     contextual: bool
-    noise: int  # uniform numbers that one training step wants
+    noise: int  # number of uniform random values that a training step takes
 
     def encode(
         self, frame: torch.Tensor, previous: torch.Tensor | None = None, action: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(M, C, H, W), the frame before and the action between -> (M, num_tokens)."""
+        """Frame (M, C, H, W), previous frame, action between them -> (M, num_tokens)."""
 
-    def look(self, frame: torch.Tensor) -> torch.Tensor | None:
-        """(M, C, H, W) -> what `decode` will want of it when it is the frame before, so that this can be done early."""
+    def frame_features(self, frame: torch.Tensor) -> torch.Tensor | None:
+        """(M, C, H, W) -> features of a previous frame for `decode`, which can be computed in advance."""
 
     def decode(
         self,
         tokens: torch.Tensor,
         previous: torch.Tensor | None = None,
         action: torch.Tensor | None = None,
-        looked: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(M, num_tokens) -> (M, C, H, W), as pictures are: in [0, 1], in steps of 1/255 where the original rounds."""
+        """(M, num_tokens) -> (M, C, H, W) in [0, 1], in steps of 1/255 if the original rounds."""
 
     def policy_view(self, frame: torch.Tensor) -> torch.Tensor:
-        """What an actor is shown of a real frame: its reconstruction, or the frame itself."""
+        """The policy's input for a real frame: its reconstruction, or the frame itself."""
 
     def compute_loss(
         self, batch: Batch, noise: torch.Tensor | None = None, *, learn: bool = True
     ) -> tuple[LossWithIntermediateLosses, dict[str, Any]]:
-        """learn: False leaves what is learned without a gradient (an averaged codebook) as it is."""
+        """learn: False does not update what is learned without gradients (an averaged codebook)."""
 
 
 def frame_key(spec: Spec) -> str:
-    """The one picture that is observed."""
+    """Key of the only image observation."""
     keys = image_keys(spec)
     if len(keys) != 1:
         raise ConfigError(
-            f"a token world model sees one picture, and {spec.name} observes {sorted(spec.observations)}: "
+            f"{spec.name} must have one image for a token world model, but observes {sorted(spec.observations)}: "
             "choose an environment with a single image"
         )
     return keys[0]
 
 
 def frame_shape(spec: Spec) -> tuple[int, int]:
-    """Channels and side of the picture."""
+    """Channels and side of the image."""
     channels, height, width = spec.observations[frame_key(spec)].shape
     if height != width:
         raise ConfigError(
-            f"a token world model wants square pictures, not {height}×{width}: set environment.size"
+            f"images of {height}×{width} must be square for a token world model: set environment.size"
         )
     return channels, height
 
@@ -83,8 +83,8 @@ def frame_shape(spec: Spec) -> tuple[int, int]:
 def action_count(spec: Spec) -> int:
     if spec.action.kind != "discrete":
         raise ConfigError(
-            f"a token world model has one token for each action, and {spec.name} has {spec.action.kind} actions: "
-            "choose an environment with discrete ones"
+            f"{spec.name} has {spec.action.kind} actions, but a token world model has one token per action: "
+            "choose an environment with discrete actions"
         )
     return spec.action.choices[0]
 
@@ -100,15 +100,12 @@ def to_pixels(frames: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(frames: torch.Tensor) -> torch.Tensor:
-    """Only what a picture of 8 bits can show."""
+    """Round to the values of 8-bit images."""
     return (frames.float().clamp(0.0, 1.0) * 255.0).round() / 255.0
 
 
-# --------------------
-# The convolutional nets of IRIS' tokenizer: a picture to a grid of features, and back.
-#
-# Written from the facts of the paper (Micheli, Alonso, Fleuret 2023): widths, depths and where attention stands.
-
+# --- The tokenizer of IRIS (Micheli, Alonso, Fleuret 2023) ---
+# Widths, depths and the resolutions with attention are from the paper.
 
 EPS = 1e-6  # of the norms
 
@@ -131,7 +128,7 @@ def _level(width: int, blocks: int, attends: bool) -> list[nn.Module]:
 
 
 class IrisEncoder(nn.Module):
-    """`levels` resolutions of `blocks` residual blocks each, halved between them."""
+    """`levels` resolutions with `blocks` residual blocks each, and downsampling between them."""
 
     def __init__(
         self,
@@ -149,9 +146,9 @@ class IrisEncoder(nn.Module):
         for level in range(levels):
             layers += _level(width, blocks, side >> level in attention)
             if level + 1 < levels:
-                layers.append(Halve(width, 3))
-        self.layers = PictureNet(*layers, _middle(width))
-        self.norm, self.out = PictureNorm(width, eps=EPS), nn.Conv2d(width, latent, 3, padding=1)
+                layers.append(Downsample(width, 3))
+        self.layers = ImageSequential(*layers, _middle(width))
+        self.norm, self.out = ImageNorm(width, eps=EPS), nn.Conv2d(width, latent, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, C, H, W) in [-1, 1] -> (M, latent, H / 2^(levels-1), …)."""
@@ -159,7 +156,7 @@ class IrisEncoder(nn.Module):
 
 
 class IrisDecoder(nn.Module):
-    """The encoder's mirror, with one residual block more at each resolution."""
+    """The reverse of the encoder, with one more residual block at each resolution."""
 
     def __init__(
         self,
@@ -177,25 +174,21 @@ class IrisDecoder(nn.Module):
         for level in reversed(range(levels)):
             layers += _level(width, blocks, side >> level in attention)
             if level:
-                layers.append(Double(width))
-        self.layers = PictureNet(*layers)
-        self.norm, self.out = PictureNorm(width, eps=EPS), nn.Conv2d(width, channels, 3, padding=1)
+                layers.append(Upsample(width))
+        self.layers = ImageSequential(*layers)
+        self.norm, self.out = ImageNorm(width, eps=EPS), nn.Conv2d(width, channels, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(M, latent, h, w) -> (M, C, H, W), about in [-1, 1]."""
+        """(M, latent, h, w) -> (M, C, H, W), approximately in [-1, 1]."""
         return self.out(self.norm(*self.layers.pending(x)))
 
 
-# --------------------
-# IRIS' tokenizer: a discrete autoencoder of single frames (Micheli, Alonso, Fleuret 2023).
-
-
 class FrameTokenizer(nn.Module):
-    """64×64 pictures -> 4×4 tokens, with the default 5 levels.
+    """Discrete autoencoder of single frames: 64×64 images -> 4×4 tokens with the default 5 levels.
 
-    quantizer: what makes tokens of vectors; its width may differ from the nets' `latent`
+    quantizer: maps vectors to tokens; its `dim` may differ from `latent`
     losses:    reconstruction losses by name
-    attention: sides of the grids at which there is attention
+    attention: resolutions with attention
     """
 
     contextual = False
@@ -215,7 +208,8 @@ class FrameTokenizer(nn.Module):
         channels, side = frame_shape(spec)
         if side % 2 ** (levels - 1):
             raise ConfigError(
-                f"pictures with sides of {side} cannot be halved {levels - 1} times: lower `levels`"
+                f"levels={levels} must be lower for images of {side}×{side}, which cannot be downsampled "
+                f"{levels - 1} times"
             )
         self.key, self.grid = frame_key(spec), side >> (levels - 1)
         self.num_tokens, self.vocab = self.grid**2, quantizer.vocab
@@ -228,12 +222,12 @@ class FrameTokenizer(nn.Module):
         exempt_from_decay(self)
 
     def _vectors(self, frame: torch.Tensor) -> torch.Tensor:
-        """(M, C, H, W) -> (M · tokens, quantizer's width)."""
+        """(M, C, H, W) -> (M · tokens, quantizer.dim)."""
         grid = self.encoder(frame * 2.0 - 1.0)
         return self.before(grid.flatten(2).transpose(1, 2)).flatten(0, 1)
 
-    def _picture(self, vectors: torch.Tensor) -> torch.Tensor:
-        """(M, tokens, quantizer's width) -> (M, C, H, W), not cut to [0, 1]."""
+    def _reconstruct(self, vectors: torch.Tensor) -> torch.Tensor:
+        """(M, tokens, quantizer.dim) -> (M, C, H, W), not clipped to [0, 1]."""
         grid = self.after(vectors).transpose(1, 2).unflatten(2, (self.grid, self.grid))
         return (self.decoder(grid).float() + 1.0) / 2.0
 
@@ -242,38 +236,38 @@ class FrameTokenizer(nn.Module):
     ) -> torch.Tensor:
         return self.quantizer(self._vectors(frame)).tokens.unflatten(0, (-1, self.num_tokens))
 
-    def look(self, frame: torch.Tensor) -> None:
-        """Nothing of the frame before is needed."""
+    def frame_features(self, frame: torch.Tensor) -> None:
+        """None: the previous frame is not needed."""
 
     def decode(
         self,
         tokens: torch.Tensor,
         previous: torch.Tensor | None = None,
         action: torch.Tensor | None = None,
-        looked: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._picture(self.quantizer.embed(tokens)).clamp(0.0, 1.0)
+        return self._reconstruct(self.quantizer.embed(tokens)).clamp(0.0, 1.0)
 
     def policy_view(self, frame: torch.Tensor) -> torch.Tensor:
-        """The policy always sees reconstructions, so that real and imagined frames look alike."""
+        """The reconstruction, so that real and imagined frames have the same distribution."""
         return self.decode(self.encode(frame))
 
     def compute_loss(
         self, batch: Batch, noise: torch.Tensor | None = None, *, learn: bool = True
     ) -> tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]:
-        """Every row (B, T) of the batch that is real. noise: (…, self.noise) uniform, where `learn` needs it."""
+        """Loss over all valid rows (B, T) of a batch. noise: (…, self.noise) uniform, for `learn`."""
         frames = to_frames(batch.obs[self.key].flatten(0, 1))
         mask = batch.mask.flatten() if batch.mask is not None else None
-        spread = mask.repeat_interleave(self.num_tokens) if mask is not None else None
+        token_mask = mask.repeat_interleave(self.num_tokens) if mask is not None else None
         vectors = self._vectors(frames)
-        quantized = self.quantizer(vectors, spread)
-        shown = self._picture(quantized.vectors.unflatten(0, (-1, self.num_tokens)))
-        losses = weighted_losses(self.losses, shown, frames, mask)
-        losses["quantizer"] = masked_mean(quantized.loss, spread)
+        quantized = self.quantizer(vectors, token_mask)
+        reconstruction = self._reconstruct(quantized.vectors.unflatten(0, (-1, self.num_tokens)))
+        losses = weighted_losses(self.losses, reconstruction, frames, mask)
+        losses["quantizer"] = masked_mean(quantized.loss, token_mask)
         if learn and self.noise:
             assert noise is not None
-            real = torch.ones_like(quantized.tokens, dtype=torch.bool) if spread is None else spread
-            self.quantizer.learn(vectors.detach(), quantized.tokens, real, noise.flatten()[: self.noise])
+            valid = torch.ones_like(quantized.tokens, dtype=torch.bool) if token_mask is None else token_mask
+            self.quantizer.learn(vectors.detach(), quantized.tokens, valid, noise.flatten()[: self.noise])
         with torch.no_grad():
-            error = masked_mean((shown - frames).square(), mask)
+            error = masked_mean((reconstruction - frames).square(), mask)
         return LossWithIntermediateLosses.of(**losses), {"pixel_error": error, **quantized.metrics}

@@ -1,1 +1,1 @@
-"""return_computers."""
+"""Computation of returns from rewards, continuation flags and values."""

@@ -1,4 +1,4 @@
-"""Monte-Carlo returns: the discounted sum of what was received. The call is described in td_lambda.py."""
+"""Monte-Carlo returns: the discounted sum of rewards. See td_lambda.py for the arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from rl_lab.components.return_computers.td_lambda import TDLambdaReturns
 
 
 class DiscountedReturns:
-    """R[t] = r[t+1] + cont[t+1] · R[t+1]. `bootstrap` uses the value where the data stops before the episode does."""
+    """R[t] = r[t+1] + cont[t+1] · R[t+1].
+
+    bootstrap: use the value where the data ends before the episode does
+    """
 
     def __init__(self, *, bootstrap: bool = True) -> None:
         self.bootstrap = bootstrap

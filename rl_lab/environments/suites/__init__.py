@@ -1,1 +1,1 @@
-"""One module for each suite of environments; `rl_lab.environments.make` finds them by name."""
+"""Adapters, one module for each suite of environments; `rl_lab.environments.make` imports them by name."""

@@ -1,7 +1,12 @@
-"""Suite `atari`: Atari games in the 200-million-frame setting (sticky, all actions, 96×96 gray)
+"""Suite `atari`: Atari games in the 200-million-frame setting (sticky, all actions, 96×96 gray), and `AtariEnv`
 
-Settings of DreamerV3's current preset `atari` (danijar/dreamerv3, configs.yaml and embodied/envs/atari.py), whose
-protocol is Machado et al. 2018 with up to 30 no-ops. The ROMs come with ale-py.
+Settings of DreamerV3's current preset `atari` (danijar/dreamerv3, configs.yaml and embodied/envs/atari.py),
+with the protocol of Machado et al. 2018 and up to 30 no-ops. The ROMs are part of ale-py.
+
+`AtariEnv` is also the environment of the suite `atari100k`. It resizes the emulator's 210×160 screen to
+`size`, with Pillow's bilinear filter: to 96×96 by default in this suite, to 64×64 in `atari100k`. No other
+wrapper resizes it (`HANDLES`). `_observe` resizes the maximum of the last two frames; with `resize_first`,
+`_capture` resizes each of them.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from rl_lab.errors import ConfigError, closest
 EXTRA = "atari"
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
 
-# The 57 games of the benchmark (Hessel et al. 2018), under their ROMs' names. Others in ale-py work too.
+# ROM names of the 57 games of the benchmark (Hessel et al. 2018). Other games of ale-py work, too.
 NAMES = (
     "alien amidar assault asterix asteroids atlantis bank_heist battle_zone beam_rider berzerk bowling boxing breakout "
     "centipede chopper_command crazy_climber defender demon_attack double_dunk enduro fishing_derby freeway frostbite "
@@ -34,7 +39,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    """The ROM's name for a game: `space_invaders`, `SpaceInvaders` and `space-invaders` are one."""
+    """Return the ROM name of a game: `space_invaders`, `SpaceInvaders` and `space-invaders` are the same."""
     import ale_py.roms
 
     games = {_plain(game): game for game in ale_py.roms.get_all_rom_ids()}
@@ -60,7 +65,7 @@ def make(
     noops: int = 30,
     life_loss: str = "off",
 ) -> gymnasium.Env:
-    """`time_limit` is in decisions; without one a game is truncated after 108,000 frames (30 minutes)."""
+    """`time_limit` is in decisions; None truncates a game after 108,000 frames (30 minutes)."""
     repeat = action_repeat or 4
     return AtariEnv(
         task,
@@ -80,12 +85,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "").replace(" ", "")
 
 
-# --------------------
-# Atari on the Arcade Learning Environment: one decision is `action_repeat` frames, the last two pooled by maximum.
-#
-# Written from the published descriptions: Mnih et al. 2015 (no-ops, pooling, frame skip), Machado et al. 2018
-# (sticky actions), and the settings of DreamerV3 and IRIS, which differ in the order of resizing and pooling.
-
+# --- Environment -----------------------------------------------------------------------------------------
 
 # ITU-R BT.601, applied after resizing (DreamerV3, embodied/envs/atari.py)
 GRAY = np.array([0.299, 0.587, 0.114])
@@ -96,23 +96,29 @@ StepResult = tuple[np.ndarray, float, bool, bool, dict[str, Any]]
 
 
 class AtariEnv(gymnasium.Env):
-    """One game.
+    """One Atari game on the Arcade Learning Environment.
 
-    game:             a ROM's name, as ale-py writes it ("space_invaders")
+    One decision is `action_repeat` frames; the observation is the maximum of the last two. The code is written
+    from the published descriptions: Mnih et al. 2015 (no-ops, pooling, frame skip), Machado et al. 2018 (sticky
+    actions), and the settings of DreamerV3 and IRIS, which differ in the order of resizing and pooling.
+
+    game:             ROM name in ale-py ("space_invaders")
     size:             height and width of the observation
     gray:             one channel instead of three
-    sticky:           chance, each frame, that the action before goes on instead of the one chosen
-    full_actions:     all 18 joystick positions, or only those that do something in this game
-    noops:            (least, most) frames without action after a reset, drawn evenly; they count for the limit
-                      when `count_noops`
-    resize_first:     resize both frames, then take their maximum (IRIS); else the maximum first (DreamerV3)
+    sticky:           probability, for each frame, that the previous action is repeated
+    full_actions:     all 18 actions, or only the minimal action set of the game
+    noops:            (min, max) no-op frames after a reset, sampled uniformly; they count towards
+                      `max_frames` if `count_noops`
+    resize_first:     resize both frames, then take their maximum (IRIS); else take the maximum first
+                      (DreamerV3)
     max_frames:       emulator frames after which the game is truncated
-    life_loss:        "off": nothing. "end": a lost life ends the episode and the game goes on in the next one, after
-                      one decision of doing nothing (IRIS). "restart": it ends the episode and the game.
-    life_loss_within: notice a lost life at its frame (DreamerV3), or only after the whole decision (IRIS)
+    life_loss:        "off": ignored. "end": a lost life ends the episode, and the next episode continues the
+                      game after one no-op decision (IRIS). "restart": a lost life ends the episode and the
+                      game.
+    life_loss_within: detect a lost life at its frame (DreamerV3), or only at the end of the decision (IRIS)
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012 (Gymnasium's form)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(
         self,
@@ -134,7 +140,7 @@ class AtariEnv(gymnasium.Env):
         import ale_py
 
         if life_loss not in LIFE_LOSS:
-            raise ConfigError(f"life_loss={life_loss!r}: use one of {', '.join(LIFE_LOSS)}")
+            raise ConfigError(f"environment.life_loss={life_loss!r}: use one of {', '.join(LIFE_LOSS)}")
         self.game = game
         self.size = size
         self.gray = gray
@@ -147,32 +153,32 @@ class AtariEnv(gymnasium.Env):
         self.life_loss = life_loss
         self.life_loss_within = life_loss_within
         self.render_mode = render_mode
-        # Before the first emulator is made, which would greet.
+        # Before the first emulator is created, which would print a banner.
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         self.ale = ale_py.ALEInterface()
-        # Sticky actions are drawn here, from the episode's seed: the emulator's own generator takes a seed only
-        # while it loads a game, and loading takes a hundred milliseconds.
+        # Sticky actions are sampled here, with the episode's seed: the emulator can only be seeded when it
+        # loads a ROM, which takes a hundred milliseconds.
         self.ale.setFloat("repeat_action_probability", 0.0)
         rom = ale_py.roms.get_rom_path(game)
         if rom is None:
-            raise ConfigError(f"ale-py has no ROM for '{game}'")
+            raise ConfigError(f"no Atari ROM '{game}' in ale-py: use another game")
         self.ale.loadROM(rom)
-        self._switched_on = self.ale.cloneState()
+        self._power_on_state = self.ale.cloneState()
         self._actions = self.ale.getLegalActionSet() if full_actions else self.ale.getMinimalActionSet()
         self._screen = np.zeros((*self.ale.getScreenDims(), 3), np.uint8)
         self._frames = np.zeros((2, *(size if resize_first else self._screen.shape[:2]), 3), np.uint8)
-        self._newest = 0
+        self._newest_index = 0
         self._elapsed = 0  # frames of this game
         self._lives = 0
-        self._held: Any = NOOP  # the action of the last frame
-        self.reset_continues = False  # the last episode ended by a lost life, not with the game
+        self._last_action: Any = NOOP  # the action of the last frame
+        self.reset_continues = False  # the last episode ended with a lost life, the game did not
         self.observation_space = spaces.Box(0, 255, (*size, 1 if gray else 3), np.uint8)
         self.action_space = spaces.Discrete(len(self._actions))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """A new game, or the next life of the open one; `options={"restart": True}` always begins a game."""
+        """Start a new game, or continue the open one after a lost life unless `options={"restart": True}`."""
         super().reset(seed=seed)
         if self.reset_continues and not (options or {}).get("restart"):
             self.reset_continues = False
@@ -181,10 +187,11 @@ class AtariEnv(gymnasium.Env):
                 self._lives = self.ale.lives()
                 return self._observe(), {}
         self.reset_continues = False
-        # Pressing reset is not enough: some games (Assault, Tennis, …) begin differently after different games.
-        self.ale.restoreState(self._switched_on)
+        # `reset_game` alone is not enough: some games (Assault, Tennis, …) then start in a state that depends
+        # on the past.
+        self.ale.restoreState(self._power_on_state)
         self.ale.reset_game()
-        self._held = NOOP
+        self._last_action = NOOP
         noops = int(self.np_random.integers(self.noops[0], self.noops[1] + 1))
         for _ in range(noops):
             self.ale.act(NOOP)
@@ -193,36 +200,36 @@ class AtariEnv(gymnasium.Env):
         self._elapsed = noops if self.count_noops else 0
         self._lives = self.ale.lives()
         self._capture()
-        self._frames[1 - self._newest] = self._frames[self._newest]
+        self._frames[1 - self._newest_index] = self._frames[self._newest_index]
         return self._observe(), {}
 
     def step(self, action: Any) -> StepResult:
         reward = self._act(self._actions[action])
         terminated = self.ale.game_over()
         lives = self.ale.lives()
-        # Some games show zero lives for a while before they are over, so zero is left to the game's own end.
-        lost = self.life_loss != "off" and 0 < lives < self._lives
+        # Some games have zero lives for a while before they end, so zero is not a lost life.
+        life_lost = self.life_loss != "off" and 0 < lives < self._lives
         truncated = not terminated and self._elapsed >= self.max_frames
-        self.reset_continues = lost and self.life_loss == "end" and not (terminated or truncated)
+        self.reset_continues = life_lost and self.life_loss == "end" and not (terminated or truncated)
         self._lives = lives
-        return self._observe(), reward, terminated or lost, truncated and not lost, {}
+        return self._observe(), reward, terminated or life_lost, truncated and not life_lost, {}
 
     def render(self) -> np.ndarray:
-        """(210, 160, 3) uint8: the screen as the emulator draws it."""
+        """Return the emulator's screen, (210, 160, 3) uint8."""
         return self.ale.getScreenRGB()
 
     def _act(self, action: Any) -> float:
-        """One decision: reward summed over its frames, the last two captured; an end stops early."""
+        """Run the frames of one decision, or fewer if the game ends; return the sum of the rewards."""
         reward = 0.0
-        watch_lives = self.life_loss != "off" and self.life_loss_within
+        check_lives = self.life_loss != "off" and self.life_loss_within
         for frame in range(self.action_repeat):
             if not self.sticky or self.np_random.random() >= self.sticky:
-                self._held = action
-            reward += self.ale.act(self._held)
+                self._last_action = action
+            reward += self.ale.act(self._last_action)
             self._elapsed += 1
             if frame >= self.action_repeat - 2:
                 self._capture()
-            if self._over() or (watch_lives and 0 < self.ale.lives() < self._lives):
+            if self._over() or (check_lives and 0 < self.ale.lives() < self._lives):
                 break
         return reward
 
@@ -230,15 +237,15 @@ class AtariEnv(gymnasium.Env):
         return self.ale.game_over() or self._elapsed >= self.max_frames
 
     def _capture(self) -> None:
-        self._newest = 1 - self._newest
+        self._newest_index = 1 - self._newest_index
         if self.resize_first:
             self.ale.getScreenRGB(self._screen)
-            self._frames[self._newest] = _resize(self._screen, self.size)
+            self._frames[self._newest_index] = _resize(self._screen, self.size)
         else:
-            self.ale.getScreenRGB(self._frames[self._newest])
+            self.ale.getScreenRGB(self._frames[self._newest_index])
 
     def _observe(self) -> np.ndarray:
-        """(H, W, C) uint8"""
+        """Return (H, W, C) uint8, at `size`."""
         image = np.maximum(self._frames[0], self._frames[1])
         if not self.resize_first:
             image = _resize(image, self.size)
@@ -249,7 +256,7 @@ class AtariEnv(gymnasium.Env):
 
 
 def _resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """(H, W, 3) uint8 at (height, width), by Pillow's bilinear filter, which antialiases."""
+    """Resize (H, W, 3) uint8 to (height, width), with Pillow's bilinear filter, which antialiases."""
     from PIL import Image
 
     return np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))

@@ -1,12 +1,14 @@
-"""Suite `atari100k`: 26 Atari games with 400 thousand frames (64×64 RGB, the game's own actions, not sticky)
+"""Suite `atari100k`: 26 Atari games with 400 thousand frames (64×64 RGB, minimal action set, not sticky)
 
 Two published variants:
 
     dreamer   DreamerV3's current preset `atari100k` (danijar/dreamerv3, configs.yaml): 0 to 30 no-ops, frames
-              pooled and then resized, whole games of at most 108,000 frames, in training and evaluation
+              pooled and then resized, complete games of at most 108,000 frames, in training and evaluation
     iris      IRIS (eloialonso/iris, config/env/default.yaml): frames resized and then pooled. Training: 1 to 30
-              no-ops, a lost life ends the episode, at most 20,000 frames. Evaluation: 1 no-op, whole games of at
-              most 108,000 frames. No-ops count for these limits.
+              no-ops, a lost life ends the episode, at most 20,000 frames. Evaluation: 1 no-op, complete games
+              of at most 108,000 frames. No-ops count towards these limits.
+
+Frames are resized in `AtariEnv` (suites/atari.py).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ __all__ = ["EXTRA", "HANDLES", "make", "resolve", "step_seconds", "tasks"]
 
 EXTRA = "atari"
 
-# Kaiser et al. 2020, table 1, under their ROMs' names.
+# ROM names of the games of Kaiser et al. 2020, table 1.
 NAMES = (
     "alien amidar assault asterix bank_heist battle_zone boxing breakout chopper_command crazy_climber demon_attack "
     "freeway frostbite gopher hero jamesbond kangaroo krull kung_fu_master ms_pacman pong private_eye qbert road_runner "
@@ -32,7 +34,7 @@ GAMES = NAMES.split()
 
 POOL_FIRST: dict[str, Any] = {"noops": (0, 30), "max_frames": 108_000}
 RESIZE_FIRST: dict[str, Any] = {"resize_first": True, "count_noops": True, "life_loss_within": False}
-# (variant, in evaluation) -> arguments of `AtariEnv`
+# (variant, evaluation) -> arguments of `AtariEnv`
 PRESETS: dict[tuple[str, bool], dict[str, Any]] = {
     ("dreamer", False): POOL_FIRST,
     ("dreamer", True): POOL_FIRST,
@@ -57,14 +59,14 @@ def make(
     noops: int | None = None,
     life_loss: str | None = None,
 ) -> gymnasium.Env:
-    """`evaluation` chooses the variant's evaluation settings; what else is given replaces the variant's own value.
+    """`evaluation` selects the evaluation settings of the variant; other arguments override its values.
 
     `time_limit` is in decisions of `action_repeat` frames.
     """
     from rl_lab.environments.suites.atari import AtariEnv
 
     if (variant, evaluation) not in PRESETS:
-        raise ConfigError(f"variant={variant!r}:{closest(str(variant), ['dreamer', 'iris'])}")
+        raise ConfigError(f"environment.variant={variant!r}:{closest(str(variant), ['dreamer', 'iris'])}")
     settings = dict(PRESETS[variant, evaluation])
     repeat = action_repeat or 4
     if noops is not None:

@@ -1,13 +1,13 @@
-"""Suite `carracing`: CarRacing-v3, a car on a random track seen from above
+"""Suite `carracing`: CarRacing-v3, a car on a random track in top-down view
 
     carracing/continuous    steering, gas, brake
     carracing/discrete      do nothing, right, left, gas, brake
 
-    backend: gymnasium      Gymnasium's own
-             envpool        EnvPool's in C++, some times faster (see `carracing_envpool`); continuous only
+    backend: gymnasium      Gymnasium's implementation
+             envpool        `EnvPoolCarRacing`, in C++ and several times faster; only continuous
 
-The frame is 96×96 RGB; `crop` leaves out the 12 rows of instruments, as World Models does (Ha and Schmidhuber 2018,
-who scale the rest to 64×64 and let an episode have 1,000 frames).
+The frame is 96×96 RGB; `crop` removes the 12 rows of indicators, as in World Models (Ha and Schmidhuber 2018,
+who scale the rest to 64×64 and use episodes of 1,000 frames).
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rl_lab.errors import ConfigError, MissingPackageError, closest
-from rl_lab.utils.install import install_line
+from rl_lab.errors import ConfigError, MissingPackageError, closest, install_line
 
 EXTRA = "box2d"
 TASKS = ("continuous", "discrete")
 BACKENDS = ("gymnasium", "envpool")
-INSTRUMENTS = 12  # rows at the bottom of the frame
+INDICATOR_ROWS = 12  # rows at the bottom of the frame
 
 
 def tasks() -> list[str]:
@@ -77,10 +76,10 @@ def _make_envpool(task: str, render: bool, percent: float, randomize: bool) -> g
     if task != "continuous" or randomize:
         what = "domain_randomize" if randomize else f"carracing/{task}"
         raise ConfigError(
-            f"EnvPool's CarRacing has no {what}: leave it out, or set environment.backend=gymnasium"
+            f"environment.backend=envpool does not support {what}: remove it, or set environment.backend=gymnasium"
         )
     try:
-        env = PooledCarRacing(lap_complete_percent=percent, render_mode="rgb_array" if render else None)
+        env = EnvPoolCarRacing(lap_complete_percent=percent, render_mode="rgb_array" if render else None)
     except ModuleNotFoundError as error:
         raise MissingPackageError(
             f"environment.backend=envpool needs EnvPool (750 MB): {install_line('envpool')} ({error})"
@@ -89,38 +88,37 @@ def _make_envpool(task: str, render: bool, percent: float, randomize: bool) -> g
 
 
 class Crop(gymnasium.ObservationWrapper):
-    """The frame without its instruments."""
+    """Removes the indicators at the bottom of the frame."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
         assert env.observation_space.shape is not None
         height, width, channels = env.observation_space.shape
-        self.observation_space = spaces.Box(0, 255, (height - INSTRUMENTS, width, channels), np.uint8)
+        self.observation_space = spaces.Box(0, 255, (height - INDICATOR_ROWS, width, channels), np.uint8)
 
     def observation(self, observation: Any) -> np.ndarray:
-        return observation[:-INSTRUMENTS]
+        return observation[:-INDICATOR_ROWS]
 
 
 def step_seconds(task: str) -> float:
     return 8e-3
 
 
-# --------------------
-# EnvPool's CarRacing behind Gymnasium's interface: one car, one thread, a seed for every episode.
-#
-# The same game as Gymnasium's, written anew in C++ by its authors: the same physics to within float32, the same rewards
-# and ends, the same drawing without smoothed edges. Tracks are drawn from another generator, so a seed names another
-# track.
+# --- EnvPool ---------------------------------------------------------------------------------------------
 
-
-MAX_STEPS = 1000  # of Gymnasium's registration; kept by a wrapper outside, where it can be replaced
+MAX_STEPS = 1000  # as registered in Gymnasium; a wrapper outside enforces it, so that it can be replaced
 NO_LIMIT = 2**30
 
 
-class PooledCarRacing(gymnasium.Env):
-    """A pool of one. EnvPool takes a seed only when a pool is made, which takes a millisecond, so each episode has its own."""
+class EnvPoolCarRacing(gymnasium.Env):
+    """EnvPool's CarRacing as a single Gymnasium environment with one thread and a seed for every episode.
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (Gymnasium's form)
+    EnvPool's authors wrote the game again in C++: physics (up to float32), rewards and ends are the same;
+    edges are not antialiased, and a seed leads to another track than in Gymnasium. EnvPool can only be seeded
+    when a pool is created, which takes a millisecond, so each episode has its own pool.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(self, *, lap_complete_percent: float = 0.95, render_mode: str | None = None) -> None:
         import envpool
@@ -140,7 +138,7 @@ class PooledCarRacing(gymnasium.Env):
         super().reset(seed=seed)
         self.close()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the precision of its own bounds
+            warnings.simplefilter("ignore")  # about the precision of its bounds
             self._pool = self._make_pool(
                 "CarRacing-v3",
                 num_envs=1,
@@ -158,7 +156,7 @@ class PooledCarRacing(gymnasium.Env):
         return self._frame, float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
 
     def render(self) -> np.ndarray:
-        """(96, 96, 3) uint8: EnvPool draws no larger frame."""
+        """Return the last frame, (96, 96, 3) uint8; EnvPool has no larger one."""
         return self._frame
 
     def close(self) -> None:

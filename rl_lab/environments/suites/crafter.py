@@ -1,10 +1,10 @@
 """Suite `crafter`: Crafter, 22 achievements in an open world (64×64 RGB, 17 actions)
 
-    crafter/reward      +1 for each achievement's first time, ±0.1 for health
-    crafter/noreward    reward 0 throughout: exploration is scored by achievements alone
+    crafter/reward      +1 for the first time of each achievement, ±0.1 for health
+    crafter/noreward    reward 0; agents are only scored by achievements
 
-Hafner 2021, "Benchmarking the Spectrum of Agent Capabilities". Every episode tells `log/achievement_<name>`: 1 where
-it was unlocked, else 0; `crafter_score` makes the paper's score of their means.
+Hafner 2021, "Benchmarking the Spectrum of Agent Capabilities". Every episode logs `log/achievement_<name>`: 1
+if it was unlocked, else 0; `crafter_score` computes the paper's score from their means.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make(
     size: tuple[int, int] | None = None,
     area: int = 64,
 ) -> gymnasium.Env:
-    """`area`: cells of the world's side (the paper: 64)."""
+    """`area`: side length of the world, in cells (64 in the paper)."""
     env = CrafterEnv(
         reward=task == "reward",
         size=size or (64, 64),
@@ -58,10 +58,10 @@ def make(
 
 
 def crafter_score(success: Mapping[str, float]) -> float:
-    """The paper's score, in percent: exp(mean(ln(1 + sᵢ))) − 1, with success rates sᵢ of 0 to 100 %.
+    """Return the paper's score, in percent: exp(mean(ln(1 + sᵢ))) − 1, with success rates sᵢ of 0 to 100 %.
 
-    success: achievement -> share of episodes that unlocked it, 0 to 1 (the mean of `log/achievement_…`; other
-    keys with `log/` are left out, so that an episode's means can be given as they are)
+    success: achievement -> fraction of episodes that unlocked it, 0 to 1 (the mean of `log/achievement_…`);
+             other `log/` keys are ignored
     """
     rates = [
         100.0 * float(rate)
@@ -74,9 +74,9 @@ def crafter_score(success: Mapping[str, float]) -> float:
 
 
 class CrafterEnv(gymnasium.Env):
-    """Crafter with Gymnasium's interface, without a limit of time; `terminated` is death."""
+    """Crafter with Gymnasium's interface and without a time limit; `terminated` means death."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's form)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CrafterEnv(gymnasium.Env):
         load_old_gym()
         import crafter
 
-        # Crafter counts (width, height). Its own limit is left out: it would look like a death.
+        # Crafter's size is (width, height). Its own time limit is off, since it cannot be told from death.
         self._env = crafter.Env(area=(area, area), reward=reward, size=size[::-1], length=None, seed=0)
         _order_objects(self._env._world)
         self._names: list[str] = list(crafter.constants.achievements)
@@ -103,7 +103,7 @@ class CrafterEnv(gymnasium.Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
-        if seed is not None:  # Crafter makes each world from its seed and the number of the episode
+        if seed is not None:  # Crafter generates each world from its seed and the episode number
             self._env._seed, self._env._episode = seed, 0
         self._begun = False
         self._unlocked = set()
@@ -111,7 +111,7 @@ class CrafterEnv(gymnasium.Env):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         obs, reward, dead, inner = self._env.step(int(action))
-        # Sums over the episode are what is logged: zeros once, so that every episode has every name.
+        # The episode's sums are logged: zeros in the first step add all names to every episode.
         info = {ACHIEVEMENT + name: 0.0 for name in self._names} if not self._begun else {}
         for name, count in inner["achievements"].items():
             if count and name not in self._unlocked:
@@ -121,18 +121,18 @@ class CrafterEnv(gymnasium.Env):
         return np.ascontiguousarray(obs), float(reward), bool(dead), False, info
 
     def render(self) -> np.ndarray:
-        """(576, 576, 3) uint8"""
+        """Return (576, 576, 3) uint8; does not change the state of the game."""
         env, random = self._env, self._env._world.random
         size, state = env._size, random.get_state()
         env._size = np.array(RENDER_SIZE)
         frame = np.ascontiguousarray(env.render())
         env._size = size
-        random.set_state(state)  # the grain of the night is drawn: looking must not change the game
+        random.set_state(state)  # the noise at night uses the generator of the game
         return frame
 
 
 class OrderedSet:
-    """The few operations of a set that Crafter uses, walked through in the order of adding."""
+    """The set operations that Crafter uses, with iteration in the order of insertion."""
 
     def __init__(self) -> None:
         self._items: dict[Any, None] = {}
@@ -151,9 +151,10 @@ class OrderedSet:
 
 
 def _order_objects(world: Any) -> None:
-    """Creatures of a region come and go in an order that the seed decides.
+    """Make the order of objects in a chunk deterministic.
 
-    Crafter keeps them in sets, whose order follows memory addresses: two runs of one seed would drift apart.
+    Crafter keeps them in sets, whose order depends on memory addresses, so two runs with one seed would
+    diverge.
     """
     original = world.reset
 

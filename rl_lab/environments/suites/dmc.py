@@ -1,4 +1,4 @@
-"""Suite `dmc`: DeepMind Control, from numbers (proprio), pictures (vision) or both
+"""Suite `dmc`: DeepMind Control, from state (proprio), pixels (vision) or both
 
     dmc/walker_walk, dmc/cup_catch, …      observe: proprio | vision | both
 
@@ -23,7 +23,7 @@ OBSERVE = ("proprio", "vision", "both")
 CAMERAS = {"quadruped": 2}
 RENDER_SIZE = (256, 256)
 
-# dm_control.suite.BENCHMARKING and a few that papers add, so that names are known without the package.
+# dm_control.suite.BENCHMARKING and a few more from papers; listed here so that the package is not needed.
 NAMES = (
     "acrobot_swingup acrobot_swingup_sparse ball_in_cup_catch cartpole_balance cartpole_balance_sparse "
     "cartpole_swingup cartpole_swingup_sparse cartpole_three_poles cartpole_two_poles cheetah_run dog_fetch dog_run "
@@ -42,7 +42,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> tuple[str, str]:
-    """(domain, task) of a name such as walker_walk; `cup_…` is short for `ball_in_cup_…`."""
+    """Return (domain, task) of a name such as walker_walk; `cup_…` is short for `ball_in_cup_…`."""
     name = task.replace("/", "_").replace("-", "_")
     name = f"ball_in_{name}" if name.startswith("cup_") else name
     if name not in TASKS:
@@ -65,9 +65,9 @@ def make(
     camera: int | str | None = None,
     fast_render: bool = False,
 ) -> gymnasium.Env:
-    """`fast_render` leaves out shadows, reflections and multisampling: 6× faster in software, other pictures."""
+    """`fast_render`: no shadows, reflections, multisampling; 6× faster in software, but other images."""
     if observe not in OBSERVE:
-        raise ConfigError(f"observe={observe!r}:{closest(str(observe), OBSERVE)}")
+        raise ConfigError(f"environment.observe={observe!r}:{closest(str(observe), OBSERVE)}")
     choose_renderer(needed=render or observe != "proprio")
     return ControlEnv(
         *task,
@@ -82,9 +82,9 @@ def make(
 
 
 class ControlEnv(gymnasium.Env):
-    """A dm_control task. One decision is `action_repeat` control steps; only the last is drawn."""
+    """A dm_control task. One decision is `action_repeat` control steps; only the last one is rendered."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (Gymnasium's form)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ControlEnv(gymnasium.Env):
     ) -> None:
         from dm_control import suite
 
-        # The suite counts seconds; a limit in decisions replaces its own (mostly 1,000 control steps).
+        # dm_control's limit is in seconds; a limit in decisions replaces it (mostly 1,000 control steps).
         arguments: dict[str, Any] = {"random": 0}
         if time_limit is not None:
             arguments["time_limit"] = float("inf")
@@ -155,8 +155,8 @@ class ControlEnv(gymnasium.Env):
         return self._observe(result), reward, terminated, truncated and not terminated, {}
 
     def render(self) -> np.ndarray:
-        """(256, 256, 3) uint8 from the same camera as the observation."""
-        return self._draw(RENDER_SIZE)
+        """Return (256, 256, 3) uint8, from the same camera as the observation."""
+        return self._render_image(RENDER_SIZE)
 
     def close(self) -> None:
         self._env.close()
@@ -167,10 +167,10 @@ class ControlEnv(gymnasium.Env):
             for name, value in result.observation.items():
                 obs[name] = np.asarray(value, np.float32).reshape(self._shapes[name])
         if self.observe != "proprio":
-            obs["image"] = self._draw(self.size)
+            obs["image"] = self._render_image(self.size)
         return obs
 
-    def _draw(self, size: tuple[int, int]) -> np.ndarray:
+    def _render_image(self, size: tuple[int, int]) -> np.ndarray:
         return self._env.physics.render(
             *size, camera_id=self.camera, render_flag_overrides=self._flags or None
         )

@@ -1,13 +1,13 @@
-"""Suite `dummy`: small deterministic environments with known answers, for tests and first steps.
+"""Suite `dummy`: small deterministic environments with known optimal returns, for tests and first steps.
 
-    dummy/discrete     a cue tells which of 3 actions is right               best return 10
-    dummy/continuous   a cue tells the point to send, in 2 dimensions        best return 10
-    dummy/dict         picture and vector tell the two parts of the action   best return 10
-    dummy/catch        a picture: catch the falling balls                    best return 3
-    dummy/count        counts: observation and reward are the step's number
+    dummy/discrete     the observation shows which of 3 actions is correct          best return 10
+    dummy/continuous   the observation shows the correct action, in 2 dimensions    best return 10
+    dummy/dict         image and vector show the two parts of the correct action    best return 10
+    dummy/catch        image observation: catch the falling balls                   best return 3
+    dummy/count        observation and reward are the number of the step
 
-The first three end by truncation after `length` steps, or by termination with the third mistake. Every step
-tells `log/hits`.
+The first three are truncated after `length` steps, or terminated at the third mistake. Every step logs
+`log/hits`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ from gymnasium import spaces
 
 from rl_lab.errors import ConfigError, closest
 
-# --------------------
-# Catch: a ball falls, a paddle moves. The smallest game with pictures, memory of motion and a delayed reward.
-#
-# In the manner of bsuite's Catch (Osband et al. 2019), written anew: several balls an episode, any picture size.
-
-
-BALL, PADDLE, FIELD = (240, 200, 60), (80, 170, 255), (16, 16, 32)
+BALL, PADDLE, BACKGROUND = (240, 200, 60), (80, 170, 255), (16, 16, 32)
 
 
 class Catch(gymnasium.Env):
-    """Observation: a picture (side, side, 3). Actions: left, stay, right. +1 for a ball caught, -1 for one missed.
+    """Image (side, side, 3). Actions: left, stay, right. Reward +1 for a caught ball, -1 for a missed one.
 
-    cells:   the field's side; the ball falls one cell a step
-    length:  balls of an episode, which then terminates: the best return is `length`
+    A small task with images, motion and delayed rewards, similar to bsuite's Catch (Osband et al. 2019), with
+    several balls per episode and any image size.
+
+    cells:   side length of the grid; the ball falls one cell per step
+    length:  number of balls, after which the episode terminates; the best return is `length`
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's form)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(
         self, cells: int = 8, side: int = 64, length: int = 3, render_mode: str | None = None
@@ -58,7 +55,7 @@ class Catch(gymnasium.Env):
         super().reset(seed=seed)
         self.fallen = 0
         self.paddle = self.cells // 2
-        self._throw()
+        self._drop_ball()
         return self.render(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -70,34 +67,34 @@ class Catch(gymnasium.Env):
             reward, info["log/hits"] = (1.0, 1.0) if caught else (-1.0, 0.0)
             self.fallen += 1
             if self.fallen < self.length:
-                self._throw()
+                self._drop_ball()
         return self.render(), reward, self.fallen >= self.length, False, info
 
     def render(self) -> np.ndarray:
-        """The observation itself."""
-        field = np.empty((self.cells, self.cells, 3), np.uint8)
-        field[:] = FIELD
-        field[-1, self.paddle] = PADDLE
-        field[self.row, self.column] = BALL
-        # Cell i begins at pixel i · side / cells: every size is filled, also one that cells does not divide.
+        """Return the observation."""
+        grid = np.empty((self.cells, self.cells, 3), np.uint8)
+        grid[:] = BACKGROUND
+        grid[-1, self.paddle] = PADDLE
+        grid[self.row, self.column] = BALL
+        # Cell i starts at pixel i · side / cells, so `side` need not be a multiple of `cells`.
         index = np.arange(self.side) * self.cells // self.side
-        return field[index][:, index]
+        return grid[index][:, index]
 
-    def _throw(self) -> None:
+    def _drop_ball(self) -> None:
         self.row, self.column = 0, int(self.np_random.integers(self.cells))
 
 
 EXTRA = ""
-MISTAKES = 3  # the one that terminates
+MISTAKES = 3  # number of mistakes that terminates the episode
 FRAME = 32
 
 StepResult = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
 class CueEnv(gymnasium.Env):
-    """Shows a cue, scores the answer in [0, 1], shows the next."""
+    """Base class: the observation contains a random cue; the reward, at most 1, rates the action."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's form)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(self, length: int = 10, render_mode: str | None = None) -> None:
         self.length = length
@@ -127,7 +124,7 @@ class CueEnv(gymnasium.Env):
         return self.observe(), reward, terminated, truncated, {"log/hits": float(hit)}
 
     def render(self) -> np.ndarray:
-        """A bar for the time passed, red for each mistake."""
+        """Return a frame with a green bar for the elapsed time and a red bar for the mistakes."""
         frame = np.full((FRAME, FRAME, 3), 40, np.uint8)
         frame[: FRAME // 2, : FRAME * self.elapsed // self.length] = (90, 200, 90)
         frame[FRAME // 2 :, : FRAME * self.mistakes // MISTAKES] = (220, 60, 60)
@@ -144,7 +141,7 @@ class CueEnv(gymnasium.Env):
 
 
 class DiscreteCue(CueEnv):
-    """Observation: one-hot cue and the share of time passed. The right action is the cue's number."""
+    """Observation: one-hot cue and elapsed fraction of time. The correct action is the index of the cue."""
 
     CHOICES = 3
 
@@ -168,9 +165,9 @@ class DiscreteCue(CueEnv):
 
 
 class ContinuousCue(CueEnv):
-    """Observation: the point to send, in [-1, 1]², and the share of time passed. Misses cost their distance.
+    """Observation: target in [-1, 1]² and elapsed fraction of time. Reward: 1 minus the distance to it.
 
-    The action space is uneven on purpose: it shows whether actions are rescaled.
+    The bounds of the action space are asymmetric to test the rescaling of actions.
     """
 
     LOW, HIGH = np.array([-2.0, -1.0], np.float32), np.array([2.0, 3.0], np.float32)
@@ -194,7 +191,7 @@ class ContinuousCue(CueEnv):
 
 
 class DictCue(CueEnv):
-    """Observation: a picture (16, 16, 3) with a lit column, and a one-hot vector. The action has a part for each."""
+    """Observation: image (16, 16, 3) with a red column, one-hot vector. The action has a part for each."""
 
     COLUMNS, CHOICES, SIZE = 4, 3, 16
 
@@ -226,9 +223,9 @@ class DictCue(CueEnv):
 
 
 class Count(gymnasium.Env):
-    """Observation and reward of step k are k (the reset is step 0), whatever is done; `length` steps an episode."""
+    """Observation and reward of step k are k (the reset is step 0); `length` steps per episode."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (Gymnasium's form)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(self, length: int = 5, truncate: bool = False, render_mode: str | None = None) -> None:
         self.length = length
@@ -272,7 +269,7 @@ def tasks() -> list[str]:
 
 def resolve(task: str) -> str:
     if task not in TASKS:
-        raise ConfigError(f"no environment 'dummy/{task}'.{closest(task, TASKS)}")
+        raise ConfigError(f"no task 'dummy/{task}'.{closest(task, TASKS)}")
     return task
 
 
@@ -281,5 +278,5 @@ def step_seconds(task: str) -> float:
 
 
 def make(task: str, *, render: bool = False, **options: Any) -> gymnasium.Env:
-    """One of the environments above; options: `length`, for count `truncate`, for catch `cells` and `side`."""
+    """options: `length`; for count `truncate`; for catch `cells` and `side`"""
     return TASKS[task](render_mode="rgb_array" if render else None, **options)

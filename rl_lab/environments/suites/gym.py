@@ -1,4 +1,4 @@
-"""Suite `gym`: registered Gymnasium ids, classes and functions by import path, and factories."""
+"""Suite `gym`: registered Gymnasium ids, classes and functions by import path, and factory functions."""
 
 from __future__ import annotations
 
@@ -19,69 +19,67 @@ import gymnasium
 from rl_lab.environments.rendering import choose_renderer
 from rl_lab.errors import ConfigError, MissingPackageError
 
-EXTRA = "classic"  # what most registered ids need
+EXTRA = "classic"  # most registered ids need it
 
 
 def tasks() -> list[str]:
-    """Ids registered now. Packages register more when they are imported."""
+    """Return the ids that are registered now; importing packages can register more."""
     return sorted(gymnasium.registry)
 
 
 def resolve(task: Any) -> Any:
-    """An id becomes its registration and a path its object, so that a worker needs no registry of its own."""
+    """Return the EnvSpec of an id, or the object of an import path: workers do not need the registry."""
     if not isinstance(task, str):
         return task
     if ":" in task:
         return _import(task)
     if task not in gymnasium.registry:
         raise ConfigError(
-            f"no Gymnasium environment '{task}' is registered.{nearest(task, tasks())} A package of your own is "
-            "named with its module: 'my_package:MyEnv-v0'"
+            f"no Gymnasium environment '{task}' is registered.{nearest(task, tasks())} For your own "
+            "package, add the module: 'my_package:MyEnv-v0'"
         )
     return gymnasium.registry[task]
 
 
 def make(task: Any, *, render: bool = False, **options: Any) -> gymnasium.Env:
-    """One environment, as its author made it. `options` go to its constructor."""
-    # Only where it is asked for: not every constructor knows the keyword.
+    """Create one environment, without the lab's wrappers; `options` are passed to its constructor."""
+    # Only if needed: not every constructor accepts this argument.
     frames: dict[str, Any] = {"render_mode": "rgb_array"} if render else {}
     if render and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        os.environ.setdefault(
-            "SDL_VIDEODRIVER", "dummy"
-        )  # pygame draws into memory, and does not look for a screen
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame renders to memory, without a display
     if isinstance(task, gymnasium.envs.registration.EnvSpec):
         if render and str(task.entry_point).startswith("gymnasium.envs.mujoco"):
-            choose_renderer(needed=True)  # Gymnasium would look for a screen
+            choose_renderer(needed=True)  # Gymnasium would need a display
         spec = copy.deepcopy(task)
-        spec.order_enforce = False  # the runner keeps the order, so the check would only cost time
+        spec.order_enforce = False  # EnvRunner keeps the order, so the check is not needed
         try:
             return gymnasium.make(spec, disable_env_checker=True, **frames, **options)
         except gymnasium.error.DependencyNotInstalled as error:
             raise MissingPackageError(
                 f"{task.id} needs a package that is not installed: {_first_line(error)}"
             ) from error
-    env = task(**options, **(frames if _takes(task, "render_mode") else {}))
+    env = task(**options, **(frames if _accepts(task, "render_mode") else {}))
     if not isinstance(env, gymnasium.Env):
-        raise ConfigError(f"{task} gave a {type(env).__name__}, not a gymnasium.Env")
+        raise ConfigError(f"{task} returned a {type(env).__name__}: it must return a gymnasium.Env")
     return env
 
 
 def step_seconds(task: Any) -> float | None:
-    """Gymnasium's classic control and toy text are known to be quick."""
+    """Gymnasium's classic control and toy text environments are fast; others are unknown."""
     entry = getattr(task, "entry_point", None)
-    quick = ("gymnasium.envs.classic_control", "gymnasium.envs.toy_text")
-    return 20e-6 if isinstance(entry, str) and entry.startswith(quick) else None
+    fast = ("gymnasium.envs.classic_control", "gymnasium.envs.toy_text")
+    return 20e-6 if isinstance(entry, str) and entry.startswith(fast) else None
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The closest known ids as a sentence, or nothing; letter case and versions do not count."""
-    newest = {_plain(item): item for item in sorted(known)}  # of several versions the last one stays
+    """Return a sentence with the closest known ids, or ""; ignores case and version."""
+    newest = {_plain(item): item for item in sorted(known)}  # the last version wins
     near = difflib.get_close_matches(_plain(name), newest, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(newest[item]) for item in near)}?" if near else ""
 
 
 def load_old_gym() -> None:
-    """Import the package `gym` where it is installed: some suites do, and it would lecture on every start."""
+    """Import the package `gym`, if installed, without its deprecation message: some suites import it."""
     with contextlib.suppress(ModuleNotFoundError), contextlib.redirect_stderr(io.StringIO()):
         import gym  # noqa: F401
 
@@ -91,20 +89,20 @@ def _plain(name: str) -> str:
 
 
 def _import(path: str) -> Any:
-    """`module:name`: a class or function, or an id that importing the module registers."""
+    """Import `module:name`, where the name is a class, a function, or an id that the module registers."""
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # an installed command does not look into the folder it is called in
+        sys.path.append(os.getcwd())  # an installed command does not search the current folder
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"cannot import '{error.name}' for the environment '{path}': run from the folder that has {module_name}.py, "
-            "or install the package"
+            f"environment '{path}': cannot import '{error.name}'; run from the folder of {module_name}.py, or install "
+            "the package"
         ) from error
-    except SystemExit as error:  # it would end the trainer without a word
+    except SystemExit as error:  # it would stop the trainer without a message
         raise ConfigError(
-            f"the module '{module_name}' calls sys.exit({error.code!r}) when it is imported: put what runs as a script "
+            f"module '{module_name}' calls sys.exit({error.code!r}) when it is imported: move the code of the script "
             'below if __name__ == "__main__"'
         ) from error
     found: Any = module
@@ -115,10 +113,10 @@ def _import(path: str) -> Any:
     if name in gymnasium.registry:
         return gymnasium.registry[name]
     public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    raise ConfigError(f"the module '{module_name}' has no environment '{name}'.{nearest(name, public)}")
+    raise ConfigError(f"module '{module_name}' has no environment '{name}'.{nearest(name, public)}")
 
 
-def _takes(factory: Callable[..., Any], name: str) -> bool:
+def _accepts(factory: Callable[..., Any], name: str) -> bool:
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):  # some built-in callables have no signature

@@ -2,8 +2,9 @@
 
     memory_maze/9x9, 11x11, 13x13, 15x15
 
-Pasukonis et al. 2022, "Evaluating Long-Term Memory in 3D Mazes". Episodes of 1,000 to 4,000 steps; the border of the
-picture has the colour of the target to find. The package asks for the old `gym` without saying so.
+Pasukonis et al. 2022, "Evaluating Long-Term Memory in 3D Mazes". Episodes of 1,000 to 4,000 steps; the border
+of the image has the colour of the target to find. The package imports the old `gym` but does not declare it
+as a dependency.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rl_lab.errors import ConfigError, closest
 EXTRA = "memory-maze"
 HANDLES = frozenset({"size"})
 TASKS = ("9x9", "11x11", "13x13", "15x15")
-SMALLEST = 64  # pixels: below, the package's coloured border covers the whole picture
+MIN_SIZE = 64  # pixels: in smaller images the coloured border covers everything
 
 
 def tasks() -> list[str]:
@@ -38,35 +39,35 @@ def resolve(task: str) -> str:
 def make(
     task: str, *, render: bool = False, size: tuple[int, int] | None = None, good_visibility: bool = False
 ) -> gymnasium.Env:
-    """`good_visibility` puts the targets above the walls."""
+    """`good_visibility` places the targets above the walls."""
     choose_renderer(needed=True)
     return MemoryMazeEnv(
         task,
-        size=size or (SMALLEST, SMALLEST),
+        size=size or (MIN_SIZE, MIN_SIZE),
         good_visibility=good_visibility,
         render_mode="rgb_array" if render else None,
     )
 
 
 class MemoryMazeEnv(gymnasium.Env):
-    """A new maze each episode. The maze's generator takes its seed only when it is built, so each has its own."""
+    """Creates a new maze for each episode, since a maze can only be seeded in its constructor."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012 (Gymnasium's form)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(
         self, task: str, *, size: tuple[int, int], good_visibility: bool, render_mode: str | None = None
     ) -> None:
         load_old_gym()
-        import gym  # noqa: F401 (the package's own modules import it)
+        import gym  # noqa: F401 (memory_maze imports it)
         from absl import logging
-        from memory_maze import tasks as mazes
+        from memory_maze import tasks as maze_tasks
 
-        logging.set_verbosity(logging.ERROR)  # every reset would warn of a velocity that a maze does not have
+        logging.set_verbosity(logging.ERROR)  # every reset would warn about a velocity that mazes do not have
 
-        self._build = getattr(mazes, f"memory_maze_{task}")
+        self._build = getattr(maze_tasks, f"memory_maze_{task}")
         self._arguments = {
             "image_only_obs": True,
-            "camera_resolution": max(SMALLEST, *size),  # it draws squares
+            "camera_resolution": max(MIN_SIZE, *size),  # it renders squares
             "good_visibility": good_visibility,
         }
         self._env: Any = None
@@ -81,13 +82,13 @@ class MemoryMazeEnv(gymnasium.Env):
         super().reset(seed=seed)
         self.close()
         self._env = self._build(seed=int(self.np_random.integers(2**31)), **self._arguments)
-        return self._look(self._env.reset()), {}
+        return self._observe(self._env.reset()), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         result = self._env.step(int(action))
         terminated = result.last() and result.discount == 0.0
         return (
-            self._look(result),
+            self._observe(result),
             float(result.reward or 0.0),
             terminated,
             result.last() and not terminated,
@@ -95,10 +96,10 @@ class MemoryMazeEnv(gymnasium.Env):
         )
 
     def render(self) -> np.ndarray:
-        """(H, W, 3) uint8: what the agent sees."""
+        """Return the last observation, (H, W, 3) uint8."""
         return self._image
 
-    def _look(self, result: Any) -> np.ndarray:
+    def _observe(self, result: Any) -> np.ndarray:
         image = result.observation
         if image.shape != self.observation_space.shape:
             height, width, _ = self._image.shape

@@ -1,13 +1,13 @@
-"""Suite `minigrid`: MiniGrid and BabyAI, as symbols or pictures of what the agent sees
+"""Suite `minigrid`: MiniGrid and BabyAI, with symbolic or image observations
 
     minigrid/DoorKey-5x5, minigrid/MiniGrid-DoorKey-5x5-v0, minigrid/BabyAI-GoToObj-v0
 
     observe: symbolic   `grid`: the 7×7 view, object (11), colour (6) and state (3) of each cell one-hot; `direction`
-             rgb        `image`: the 7×7 view, drawn
-             rgb_full   `image`: the whole map, drawn
-    mission: N          `mission`: the first N words of the mission, each one-hot over `WORDS`; 0 leaves it out
+             rgb        `image`: the 7×7 view, rendered
+             rgb_full   `image`: the complete map, rendered
+    mission: N          `mission`: the first N words of the mission, each one-hot over `WORDS`; 0: no mission
 
-Tasks in which the mission changes (most of BabyAI) cannot be solved without it.
+Tasks with changing missions (most of BabyAI) cannot be solved without the mission.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ HANDLES = frozenset({"size"})
 OBSERVE = ("symbolic", "rgb", "rgb_full")
 CHOICES = (11, 6, 3)  # objects, colours, door states: minigrid.core.constants
 PREFIXES = ("MiniGrid-", "BabyAI-")
-# Every word of the missions of the registered tasks (minigrid 3.2). Place 0 is the end, the last one any other word.
+# All words of the missions of the registered tasks (minigrid 3.2). Index 0 is padding, the last index any
+# other word.
 WORDS = [
     "a",
     "after",
@@ -88,7 +89,7 @@ WORDS = [
 
 
 def tasks() -> list[str]:
-    """Registered ids; none where the package is missing."""
+    """Return the registered ids; none if the package is not installed."""
     try:
         return _ids()
     except ModuleNotFoundError:
@@ -96,13 +97,13 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    """The registered id; prefix `MiniGrid-` and version may be left out."""
+    """Return the registered id; the prefix `MiniGrid-` and the version are optional."""
     known = _ids()
     short = {name.removeprefix("MiniGrid-").rpartition("-v")[0].lower(): name for name in sorted(known)}
-    found = task if task in known else short.get(task.removeprefix("MiniGrid-").lower())
-    if found is None:
+    match = task if task in known else short.get(task.removeprefix("MiniGrid-").lower())
+    if match is None:
         raise ConfigError(f"no task 'minigrid/{task}'.{nearest(task, known) or closest(task, short)}")
-    return found
+    return match
 
 
 def make(
@@ -113,16 +114,16 @@ def make(
     observe: str = "symbolic",
     mission: int = 0,
 ) -> gymnasium.Env:
-    """`size` is for pictures; without one a cell of the view has 8×8 pixels, and one of the whole map too."""
+    """`size` is for images; without it a cell has 8×8 pixels."""
     import minigrid.wrappers
 
     if observe not in OBSERVE:
-        raise ConfigError(f"observe={observe!r}:{closest(str(observe), OBSERVE)}")
+        raise ConfigError(f"environment.observe={observe!r}:{closest(str(observe), OBSERVE)}")
     if isinstance(mission, bool) or not isinstance(mission, int) or mission < 0:
-        raise ConfigError(f"environment.mission={mission!r} must be a number of words, 0 for none")
+        raise ConfigError(f"environment.mission={mission!r} must be a number of words, or 0 for none")
     env = gymnasium.make(task, render_mode="rgb_array" if render else None, disable_env_checker=True)
     if task.startswith("BabyAI-"):
-        env = Quiet(env)
+        env = SuppressOutput(env)
     if observe == "symbolic":
         return SymbolicView(env, mission)
     if observe == "rgb":
@@ -133,11 +134,11 @@ def make(
         cells = max(env.unwrapped.width, env.unwrapped.height)  # type: ignore[attr-defined]
         tile = 8 if size is None else max(1, min(size) // cells)
         env = minigrid.wrappers.RGBImgObsWrapper(env, tile_size=tile)
-    return Picture(env, size, mission)
+    return ImageView(env, size, mission)
 
 
-class Quiet(gymnasium.Wrapper):
-    """BabyAI prints why it drew a mission again."""
+class SuppressOutput(gymnasium.Wrapper):
+    """Suppresses the output of BabyAI, which prints why it sampled a mission again."""
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -145,12 +146,12 @@ class Quiet(gymnasium.Wrapper):
 
 
 class SymbolicView(gymnasium.ObservationWrapper):
-    """What is in each cell, one-hot."""
+    """One-hot encoding of the content of each cell."""
 
     def __init__(self, env: gymnasium.Env, mission: int = 0) -> None:
         super().__init__(env)
         assert isinstance(env.observation_space, spaces.Dict)
-        self._words = mission
+        self._mission_length = mission
         self._shape = env.observation_space["image"].shape
         self._offsets = np.cumsum([0, *CHOICES[:-1]])
         assert self._shape is not None
@@ -168,15 +169,19 @@ class SymbolicView(gymnasium.ObservationWrapper):
         grid = np.zeros((len(codes), sum(CHOICES)), np.float32)
         np.put_along_axis(grid, codes, 1.0, axis=1)
         view = {"grid": grid.reshape(-1), "direction": observation["direction"]}
-        return {**view, "mission": read_mission(observation["mission"], self._words)} if self._words else view
+        return (
+            {**view, "mission": encode_mission(observation["mission"], self._mission_length)}
+            if self._mission_length
+            else view
+        )
 
 
-class Picture(gymnasium.ObservationWrapper):
-    """The drawn view, at the size asked for, without the direction, which it shows."""
+class ImageView(gymnasium.ObservationWrapper):
+    """The rendered view, resized; the direction is omitted, since the image shows it."""
 
     def __init__(self, env: gymnasium.Env, size: tuple[int, int] | None, mission: int = 0) -> None:
         super().__init__(env)
-        self._words = mission
+        self._mission_length = mission
         assert isinstance(env.observation_space, spaces.Dict)
         shape = env.observation_space["image"].shape
         assert shape is not None
@@ -192,29 +197,29 @@ class Picture(gymnasium.ObservationWrapper):
 
             scaled = Image.fromarray(image).resize(self._size[::-1], Image.Resampling.BILINEAR)
             image = np.asarray(scaled)
-        if not self._words:
+        if not self._mission_length:
             return {"image": image}
-        return {"image": image, "mission": read_mission(observation["mission"], self._words)}
+        return {"image": image, "mission": encode_mission(observation["mission"], self._mission_length)}
 
 
 def mission_space(words: int) -> dict[str, spaces.Space]:
-    """What `read_mission` gives, as an entry of a Dict space; none for no words."""
+    """Return the entry of a Dict space for `encode_mission`; empty for no words."""
     return {"mission": spaces.MultiDiscrete([len(WORDS) + 2] * words)} if words else {}
 
 
-def read_mission(text: str, words: int) -> np.ndarray:
-    """(words,) int64: places in `WORDS`, counted from 1; 0 after the end."""
-    places = np.zeros(words, np.int64)
+def encode_mission(text: str, words: int) -> np.ndarray:
+    """Return (words,) int64: indices into `WORDS`, counted from 1; 0 is padding."""
+    indices = np.zeros(words, np.int64)
     for index, word in enumerate(re.findall(r"[a-z]+", text.lower())[:words]):
-        places[index] = _PLACES.get(word, len(WORDS) + 1)
-    return places
+        indices[index] = _WORD_INDEX.get(word, len(WORDS) + 1)
+    return indices
 
 
 def step_seconds(task: str) -> float:
     return 200e-6
 
 
-_PLACES = {word: place for place, word in enumerate(WORDS, start=1)}
+_WORD_INDEX = {word: index for index, word in enumerate(WORDS, start=1)}
 
 
 def _ids() -> list[str]:

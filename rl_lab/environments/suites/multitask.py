@@ -1,11 +1,11 @@
-"""Suite `multitask`: several tasks behind one door; each episode plays one of them, drawn by its seed.
+"""Suite `multitask`: several tasks in one environment; the seed of each episode selects its task.
 
     environment: {suite: multitask, task: several, tasks: [dmc/walker_walk, dmc/cheetah_run]}
 
-Every task is seen in one shape: `vector` holds all its vector observations side by side in sorted order, zeros behind
-them; `task` is a one-hot vector; `action_mask` is 1 for the parts of an action that the task has. Parts that it does not
-have are not sent to it. `log/return_<task>` is the return of an episode of that task. A task is made when it is first
-played.
+All tasks have the same shapes: `vector` contains the vector observations, concatenated in sorted order and
+padded with zeros; `task` is a one-hot vector; `action_mask` is 1 for the action dimensions of the task. Other
+dimensions are ignored. `log/return_<task>` is the return of an episode of that task. The environment of a
+task is created for its first episode.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ def make(
     time_limit: int | None = None,
     **options: Any,
 ) -> gymnasium.Env:
-    """options: for the suites of all the tasks."""
+    """options: passed to the suites of all tasks"""
     from rl_lab.environments.make import env_factory, probe_spec
 
     if not tasks:
         raise ConfigError(
-            "environment.tasks is empty: name the tasks, for example [dmc/walker_walk, dmc/cheetah_run]"
+            "environment.tasks is empty: list the tasks, for example [dmc/walker_walk, dmc/cheetah_run]"
         )
     common = {"size": size, "action_repeat": action_repeat, "time_limit": time_limit, **options}
-    specs = [probe_spec(name, **common) for name in tasks]  # kept by the door: each is probed once
+    specs = [probe_spec(name, **common) for name in tasks]  # cached: each task is probed once
     factories = [env_factory(name, **common) for name in tasks]
     return MultiTaskEnv(list(tasks), specs, factories, render_mode="rgb_array" if render else None)
 
 
 class MultiTaskEnv(gymnasium.Env):
-    """One of several environments at a time. They must have vector observations and continuous actions."""
+    """One of several environments per episode. All must have vector observations and continuous actions."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012 (Gymnasium's form)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(
         self, names: list[str], specs: list[Spec], factories: list[Any], *, render_mode: str | None = None
@@ -64,64 +64,64 @@ class MultiTaskEnv(gymnasium.Env):
             images = [key for key, item in spec.observations.items() if item.dtype == "uint8"]
             if spec.action.kind != "continuous" or images:
                 raise ConfigError(
-                    f"{spec.name} cannot be one of several tasks: they need continuous actions and no images"
+                    f"{spec.name} cannot be used in environment.tasks: all tasks need continuous actions and no images"
                 )
         repeats = {spec.action_repeat for spec in specs}
         if len(repeats) > 1:
             raise ConfigError(
-                f"the tasks repeat actions differently ({sorted(repeats)}): set environment.action_repeat"
+                f"environment.tasks have different action repeats ({sorted(repeats)}): set environment.action_repeat"
             )
         self.action_repeat = repeats.pop()
         self.names, self.specs, self.render_mode = names, specs, render_mode
         self._factories = factories
-        self._made: dict[int, gymnasium.Env] = {}
-        self._playing = 0
+        self._envs: dict[int, gymnasium.Env] = {}
+        self._current = 0
         self._keys = [sorted(spec.observations) for spec in specs]
         self._widths = [
             sum(int(np.prod(item.shape)) for item in spec.observations.values()) for spec in specs
         ]
-        self._actions = max(spec.action.size for spec in specs)
+        self._action_size = max(spec.action.size for spec in specs)
         self.observation_space = spaces.Dict(
             {
                 "vector": spaces.Box(-np.inf, np.inf, (max(self._widths),), np.float32),
                 "task": spaces.Box(0.0, 1.0, (len(names),), np.float32),
-                "action_mask": spaces.Box(0.0, 1.0, (self._actions,), np.float32),
+                "action_mask": spaces.Box(0.0, 1.0, (self._action_size,), np.float32),
             }
         )
-        self.action_space = spaces.Box(-1.0, 1.0, (self._actions,), np.float32)
+        self.action_space = spaces.Box(-1.0, 1.0, (self._action_size,), np.float32)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         super().reset(seed=seed)
-        # Drawn from the episode's seed: a resumed run plays the same task again.
-        self._playing = int(self.np_random.integers(len(self.names)))
+        # Sampled with the seed of the episode, so that a resumed run selects the same task.
+        self._current = int(self.np_random.integers(len(self.names)))
         obs, info = self._env().reset(seed=seed, options=options)
-        return self._padded(obs), info
+        return self._pad(obs), info
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        own = np.asarray(action)[: self.specs[self._playing].action.size]
-        obs, reward, terminated, truncated, info = self._env().step(own)
-        name, number = self.names[self._playing].replace("/", "_"), finite_number("reward", reward)
-        return self._padded(obs), number, terminated, truncated, {**info, f"log/return_{name}": number}
+        task_action = np.asarray(action)[: self.specs[self._current].action.size]
+        obs, reward, terminated, truncated, info = self._env().step(task_action)
+        name, value = self.names[self._current].replace("/", "_"), finite_number("reward", reward)
+        return self._pad(obs), value, terminated, truncated, {**info, f"log/return_{name}": value}
 
     def render(self) -> Any:
         return self._env().render()
 
     def close(self) -> None:
-        for env in self._made.values():
+        for env in self._envs.values():
             env.close()
 
     def _env(self) -> gymnasium.Env:
-        if self._playing not in self._made:
-            self._made[self._playing] = self._factories[self._playing](self.render_mode is not None)
-        return self._made[self._playing]
+        if self._current not in self._envs:
+            self._envs[self._current] = self._factories[self._current](self.render_mode is not None)
+        return self._envs[self._current]
 
-    def _padded(self, obs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _pad(self, obs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         vector = np.zeros(max(self._widths), np.float32)
-        joined = np.concatenate([obs[key].reshape(-1) for key in self._keys[self._playing]])
+        joined = np.concatenate([obs[key].reshape(-1) for key in self._keys[self._current]])
         vector[: len(joined)] = joined
-        task, mask = np.zeros(len(self.names), np.float32), np.zeros(self._actions, np.float32)
-        task[self._playing] = 1.0
-        mask[: self.specs[self._playing].action.size] = 1.0
+        task, mask = np.zeros(len(self.names), np.float32), np.zeros(self._action_size, np.float32)
+        task[self._current] = 1.0
+        mask[: self.specs[self._current].action.size] = 1.0
         return {"vector": vector, "task": task, "action_mask": mask}

@@ -1,4 +1,4 @@
-"""Suite `popgym`: POPGym, 42 small partially observed tasks that need memory
+"""Suite `popgym`: POPGym, 42 small partially observable tasks that need memory
 
     popgym/RepeatPreviousEasy, popgym/popgym-RepeatPreviousEasy-v0
 
@@ -19,7 +19,7 @@ EXTRA = "memory"
 
 
 def tasks() -> list[str]:
-    """Names of the classes; none where the package is missing."""
+    """Return the names of the classes; none if the package is not installed."""
     try:
         return sorted(_classes())
     except ModuleNotFoundError:
@@ -35,17 +35,20 @@ def resolve(task: str) -> str:
 
 
 def make(task: str, *, render: bool = False, previous_action: bool = False, **options: Any) -> gymnasium.Env:
-    """`previous_action` adds the last action to the observation, which some tasks need; options: the class's."""
+    """`previous_action` adds the last action to the observation, which some tasks need.
+
+    options: passed to the constructor of the task
+    """
     env = _classes()[task](**options)
     if previous_action:
         from popgym.wrappers import PreviousAction
 
         env = PreviousAction(env)
-    return Bars(env) if render else env
+    return ObservationBars(env) if render else env
 
 
-class Bars(gymnasium.Wrapper):
-    """Draws the observation, since most of these tasks draw nothing: one bar for each of its numbers."""
+class ObservationBars(gymnasium.Wrapper):
+    """Renders one bar for each value of the observation, since most of these tasks have no rendering."""
 
     HEIGHT = 96
 
@@ -69,7 +72,7 @@ class Bars(gymnasium.Wrapper):
         return obs, reward, terminated, truncated, info
 
     def render(self) -> np.ndarray:
-        """(96, W, 3) uint8; a bar is as high as its number's size beside the largest shown."""
+        """Return (96, W, 3) uint8; bar heights are relative to the largest absolute value."""
         values = self._values
         scale = max(1.0, float(np.abs(values).max()))
         width = max(1, self.HEIGHT // len(values))

@@ -1,4 +1,4 @@
-"""How far an open-loop dream is from what happened: pictures, numbers, rewards and ends, step by step."""
+"""Errors of open-loop predictions (images, vectors, rewards, episode ends) on held-out episodes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from rl_lab.agent import Agent
 
 
-PART = 32  # segments dreamed at a time
-SHARPEST = 60.0  # dB: what a frame without any error counts as; one grey value off everywhere is 48
-SMALLEST_ERROR = 10 ** (-SHARPEST / 10)
+BATCH_SIZE = 32  # segments predicted at a time
+MAX_PSNR = 60.0  # dB, for a frame without any error; one grey value off in every pixel gives 48
+MIN_MSE = 10 ** (-MAX_PSNR / 10)
 
 
 @dataclass
-class Dream:
-    """What one model expected: errors and pictures by segment and step, (B, H) and (B, H, …)."""
+class Prediction:
+    """Predictions of one model and their errors by segment and step, (B, H) and (B, H, …)."""
 
     errors: dict[str, np.ndarray]  # "image mse", "image psnr", …, "reward error", "end accuracy"
-    ends: np.ndarray  # (B, H) probability of an end
+    ends: np.ndarray  # (B, H) probability of termination
     reward: np.ndarray  # (B, H) expected
     obs: dict[str, np.ndarray] = field(default_factory=dict)  # decoded, of the first sample
 
 
 @dataclass
 class Curve:
-    """One metric over the horizon, (H,) each: the mean over segments and its interval over episodes."""
+    """One metric over the horizon, (H,) each: mean over segments, with a bootstrap interval over episodes."""
 
     value: np.ndarray
     low: np.ndarray
@@ -46,15 +46,20 @@ class Curve:
 
 
 @torch.no_grad()
-def open_loop(workflow: Any, segments: Segments, *, samples: int, seed: int, device: torch.device) -> Dream:
-    """Show the model the context, then tell it only the actions. Errors are means over `samples` dreams."""
+def open_loop(
+    workflow: Any, segments: Segments, *, samples: int, seed: int, device: torch.device
+) -> Prediction:
+    """Encode the context, then predict from the actions alone.
+
+    Errors are means over `samples` predictions.
+    """
     horizon = segments.mask.shape[1]
     errors: dict[str, list[np.ndarray]] = {}
     ends: list[np.ndarray] = []
     rewards: list[np.ndarray] = []
     kept: dict[str, list[np.ndarray]] = {}
     generator = torch.Generator(device).manual_seed(seed)
-    for part in segments.parts(PART):
+    for part in segments.batches(BATCH_SIZE):
         context = Batch(
             {
                 name: value[part].repeat_interleave(samples, 0).to(device)
@@ -64,39 +69,39 @@ def open_loop(workflow: Any, segments: Segments, *, samples: int, seed: int, dev
         action = segments.action[part].repeat_interleave(samples, 0).to(device)
         state = workflow.dream_start(context, generator=generator)
         found: dict[str, list[torch.Tensor]] = {}
-        chance: list[torch.Tensor] = []
+        termination: list[torch.Tensor] = []
         expected: list[torch.Tensor] = []
-        seen: dict[str, list[torch.Tensor]] = {}
+        decoded: dict[str, list[torch.Tensor]] = {}
         for step in range(horizon):
-            state, dreamed = workflow.dream_step(state, action[:, step], generator=generator)
+            state, predicted = workflow.dream_step(state, action[:, step], generator=generator)
             truth = {name: value[part, step].to(device) for name, value in segments.obs.items()}
-            for name, value in dreamed.obs.items():
+            for name, value in predicted.obs.items():
                 for metric, error in observation_errors(
                     value, truth[name].repeat_interleave(samples, 0)
                 ).items():
                     found.setdefault(f"{name} {metric}", []).append(_mean_of(error, samples))
-                seen.setdefault(name, []).append(value[::samples].cpu())
+                decoded.setdefault(name, []).append(value[::samples].cpu())
             reward = segments.reward[part, step].to(device).repeat_interleave(samples, 0)
             found.setdefault("reward error", []).append(
-                _mean_of((dreamed.reward.float() - reward).abs(), samples)
+                _mean_of((predicted.reward.float() - reward).abs(), samples)
             )
-            expected.append(_mean_of(dreamed.reward.float(), samples))
-            chance.append(_mean_of(dreamed.terminated.float(), samples))
+            expected.append(_mean_of(predicted.reward.float(), samples))
+            termination.append(_mean_of(predicted.terminated.float(), samples))
         for name, steps in found.items():
             errors.setdefault(name, []).append(torch.stack(steps, 1).cpu().numpy())
-        ends.append(torch.stack(chance, 1).cpu().numpy())
+        ends.append(torch.stack(termination, 1).cpu().numpy())
         rewards.append(torch.stack(expected, 1).cpu().numpy())
-        for name, steps in seen.items():
+        for name, steps in decoded.items():
             kept.setdefault(name, []).append(torch.stack(steps, 1).numpy())
     joined = {name: np.concatenate(parts) for name, parts in errors.items()}
-    chances = np.concatenate(ends)
-    joined["end accuracy"] = _end_accuracy(chances, segments)
+    probabilities = np.concatenate(ends)
+    joined["end accuracy"] = _end_accuracy(probabilities, segments)
     observations = {name: np.concatenate(parts) for name, parts in kept.items()}
-    return Dream(joined, chances, np.concatenate(rewards), observations)
+    return Prediction(joined, probabilities, np.concatenate(rewards), observations)
 
 
-def repeat_last(segments: Segments) -> Dream:
-    """What any model should beat: the last picture stays, rewards are the mean, nothing ends."""
+def repeat_last(segments: Segments) -> Prediction:
+    """Baseline for every model: repeats the last observation, predicts the mean reward and no termination."""
     errors: dict[str, np.ndarray] = {}
     obs: dict[str, np.ndarray] = {}
     total, horizon = segments.mask.shape
@@ -108,42 +113,42 @@ def repeat_last(segments: Segments) -> Dream:
         obs[name] = last[:, None].expand(-1, horizon, *last.shape[1:]).numpy()
     mean = segments.reward[segments.mask].mean()
     errors["reward error"] = (segments.reward - mean).abs().numpy()
-    nothing = np.zeros((total, horizon))
-    errors["end accuracy"] = _end_accuracy(nothing, segments)
-    return Dream(errors, nothing, np.full((total, horizon), float(mean)), obs)
+    zeros = np.zeros((total, horizon))
+    errors["end accuracy"] = _end_accuracy(zeros, segments)
+    return Prediction(errors, zeros, np.full((total, horizon), float(mean)), obs)
 
 
-def _end_accuracy(chances: np.ndarray, segments: Segments) -> np.ndarray:
-    return ((chances > 0.5) == segments.terminated.numpy()).astype(np.float64)
+def _end_accuracy(probabilities: np.ndarray, segments: Segments) -> np.ndarray:
+    return ((probabilities > 0.5) == segments.terminated.numpy()).astype(np.float64)
 
 
 def _mean_of(values: torch.Tensor, samples: int) -> torch.Tensor:
     return values.reshape(-1, samples).mean(1)
 
 
-# ---------------------------------------------------------------- one observation
+# --- Metrics of one observation ---
 
 
-def observation_errors(dreamed: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.Tensor]:
-    """(B, …) each -> metric -> (B,). Pictures, uint8 (B, C, H, W), in [0, 1]: mse, psnr, ssim. Numbers: mse."""
+def observation_errors(predicted: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.Tensor]:
+    """(B, …) each -> metric -> (B,). Images, uint8 (B, C, H, W), in [0, 1]: mse, psnr, ssim. Vectors: mse."""
     if truth.dtype != torch.uint8 or truth.ndim != 4:
-        difference = dreamed.float() - truth.float()
+        difference = predicted.float() - truth.float()
         return {"mse": difference.square().flatten(1).mean(1)}
-    first, second = dreamed.float() / 255.0, truth.float() / 255.0
+    first, second = predicted.float() / 255.0, truth.float() / 255.0
     error = (first - second).square().flatten(1).mean(1)
     return {"mse": error, "psnr": psnr(error), "ssim": ssim(first, second)}
 
 
 def psnr(mse: torch.Tensor) -> torch.Tensor:
-    """Peak signal-to-noise ratio in dB of values in [0, 1], at most SHARPEST."""
-    return -10.0 * torch.log10(mse.clamp_min(SMALLEST_ERROR))
+    """Peak signal-to-noise ratio in dB of values in [0, 1], at most MAX_PSNR."""
+    return -10.0 * torch.log10(mse.clamp_min(MIN_MSE))
 
 
 def ssim(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Structural similarity of pictures (B, C, H, W) in [0, 1], mean over pixels and channels -> (B,).
+    """Structural similarity of images (B, C, H, W) in [0, 1], mean over pixels and channels -> (B,).
 
-    Wang et al. 2004: Gaussian window of 11 × 11 with σ 1.5, K₁ 0.01, K₂ 0.03, only where the window fits; pictures
-    smaller than the window get the largest odd one that fits.
+    Wang et al. 2004: Gaussian window of 11 × 11 with σ 1.5, K₁ 0.01, K₂ 0.03, without padding; smaller images
+    use the largest odd window that fits.
     """
     side = min(11, *first.shape[-2:])
     side -= 1 - side % 2
@@ -154,27 +159,27 @@ def ssim(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     across = window.view(1, 1, 1, side).expand(channels, 1, 1, side)
     down = window.view(1, 1, side, 1).expand(channels, 1, side, 1)
 
-    def local_mean(picture: torch.Tensor) -> torch.Tensor:
-        return functional.conv2d(functional.conv2d(picture, across, groups=channels), down, groups=channels)
+    def local_mean(image: torch.Tensor) -> torch.Tensor:
+        return functional.conv2d(functional.conv2d(image, across, groups=channels), down, groups=channels)
 
-    small, smaller = 0.01**2, 0.03**2
+    c1, c2 = 0.01**2, 0.03**2
     mean_1, mean_2 = local_mean(first), local_mean(second)
     variance_1 = local_mean(first * first) - mean_1 * mean_1
     variance_2 = local_mean(second * second) - mean_2 * mean_2
     covariance = local_mean(first * second) - mean_1 * mean_2
-    brightness = (2 * mean_1 * mean_2 + small) / (mean_1.square() + mean_2.square() + small)
-    structure = (2 * covariance + smaller) / (variance_1 + variance_2 + smaller)
-    return (brightness * structure).flatten(1).mean(1)
+    luminance = (2 * mean_1 * mean_2 + c1) / (mean_1.square() + mean_2.square() + c1)
+    structure = (2 * covariance + c2) / (variance_1 + variance_2 + c2)
+    return (luminance * structure).flatten(1).mean(1)
 
 
-# ---------------------------------------------------------------- over segments
+# --- Statistics over segments ---
 
 
-def curves(dream: Dream, segments: Segments) -> dict[str, Curve]:
-    """Every metric over the horizon. Segments of one episode resemble each other, so whole episodes are drawn anew."""
+def curves(prediction: Prediction, segments: Segments) -> dict[str, Curve]:
+    """Return every metric over the horizon. The bootstrap draws episodes: their segments are correlated."""
     mask = segments.mask.numpy()
     found = {}
-    for name, errors in dream.errors.items():
+    for name, errors in prediction.errors.items():
         sums, counts = [], []
         for episode in np.unique(segments.episode):
             own = segments.episode == episode
@@ -186,23 +191,26 @@ def curves(dream: Dream, segments: Segments) -> dict[str, Curve]:
     return found
 
 
-def ends_found(dream: Dream, segments: Segments) -> dict[str, float | int | None]:
-    """Of the ends that lie in the segments, how many were foretold at their step, and how often one was that never came."""
+def end_statistics(prediction: Prediction, segments: Segments) -> dict[str, float | int | None]:
+    """Return the number of terminations, the shares of true and false positives, and the Brier score."""
     mask, ended = segments.mask.numpy(), segments.terminated.numpy()
-    foretold = dream.ends > 0.5
-    real, quiet = mask & ended, mask & ~ended
+    predicted = prediction.ends > 0.5
+    positive, negative = mask & ended, mask & ~ended
     return {
-        "ends": int(real.sum()),
-        "found": float(foretold[real].mean()) if real.any() else None,
-        "false": float(foretold[quiet].mean()) if quiet.any() else None,
-        "brier": float(np.square(dream.ends - ended)[mask].mean()),
+        "ends": int(positive.sum()),
+        "found": float(predicted[positive].mean()) if positive.any() else None,
+        "false": float(predicted[negative].mean()) if negative.any() else None,
+        "brier": float(np.square(prediction.ends - ended)[mask].mean()),
     }
 
 
-def worst(dream: Dream, segments: Segments, name: str, count: int) -> list[int]:
-    """Segments with the greatest mean error of one metric: long ones first, and of different episodes if possible."""
+def worst_segments(prediction: Prediction, segments: Segments, name: str, count: int) -> list[int]:
+    """Return the segments with the largest mean error of a metric.
+
+    Long segments come first, and the segments are of different episodes if possible.
+    """
     mask = segments.mask.numpy()
-    means = np.where(mask, dream.errors[name], 0.0).sum(1) / mask.sum(1)
+    means = np.where(mask, prediction.errors[name], 0.0).sum(1) / mask.sum(1)
     short = mask.sum(1) < mask.shape[1] / 2  # a strip of two frames shows little
     order = [int(index) for index in np.lexsort((-means, short))]
     chosen: list[int] = []
@@ -218,17 +226,15 @@ def worst(dream: Dream, segments: Segments, name: str, count: int) -> list[int]:
     return chosen
 
 
-# --------------------
-# Held-out episodes for a dream report: played afresh or read from files, and cut into a seen part and a future.
+# --- Held-out episodes ---
 
-
-GOLDEN = 0.6180339887  # its multiples, without the whole part, spread evenly however many there are
+GOLDEN = 0.6180339887  # the fractional parts of its multiples are spread evenly for any count
 
 Rows = dict[str, np.ndarray]  # column -> (K+1, …): one episode, as stored
 
 
 class RandomActions:
-    """A policy for the Evaluator that chooses uniformly."""
+    """Policy for the Evaluator with uniform random actions."""
 
     def __init__(self, spec: Spec) -> None:
         self._controller = RandomPolicyController(spec=spec)
@@ -240,12 +246,12 @@ class RandomActions:
         return {}
 
 
-def play_episodes(
+def run_episodes(
     agent: Agent, count: int, *, seed: int, longest: int, policy: Any = None, progress: Any = None
 ) -> list[Rows]:
-    """`count` fresh episodes in the evaluation's environments, cut after `longest` steps; sampled actions.
+    """Run `count` episodes in the evaluation environments with sampled actions, at most `longest` steps each.
 
-    policy: who acts; the agent itself unless told.
+    policy: None means the agent itself.
     """
     from omegaconf import OmegaConf
 
@@ -257,21 +263,21 @@ def play_episodes(
     evaluator = build_evaluator(
         agent.config, agent.device, normalizer=agent.normalizer, time_limit=min(longest, limit or longest)
     )
-    keep = _EpisodeRows(agent.spec)
+    collector = _EpisodeRows(agent.spec)
     evaluator.run(
         policy or agent.workflow,
         episodes=count,
         label=f"dream {seed}",
         sample=True,
-        on_rows=keep.add,
+        on_rows=collector.add,
         on_episode=lambda episode: progress.step() if progress else None,
     )
-    # Environments that were done early go on playing: of each, as many as it was asked for.
-    return keep.in_order(count)
+    # Environments that finish early run extra episodes, which are dropped.
+    return collector.in_order(count)
 
 
 class _EpisodeRows:
-    """Puts vector steps together as whole episodes."""
+    """Assembles complete episodes from vector steps."""
 
     def __init__(self, spec: Spec) -> None:
         self._columns = list(spec.row_columns())
@@ -293,13 +299,13 @@ class _EpisodeRows:
                 )
 
     def in_order(self, count: int) -> list[Rows]:
-        """Episode i was played by environment i mod N, as the Evaluator counts them."""
+        """Return the first `count` episodes; environment i mod N runs episode i, as in the Evaluator."""
         n = len(self._done)
         return [self._done[index % n][index // n] for index in range(count)]
 
 
 def read_episodes(path: Path, spec: Spec, *, count: int, longest: int) -> list[Rows]:
-    """Up to `count` episodes of a run's replay, of episode files or of a folder of them, evenly chosen."""
+    """Read up to `count` evenly spaced episodes of a run's replay, an episode file or a folder of files."""
     from rl_lab.buffers.offline import OfflineBuffer
 
     buffer = OfflineBuffer(spec.row_columns(), path=path, spec=spec, device="cpu", storage="host")
@@ -310,7 +316,7 @@ def read_episodes(path: Path, spec: Spec, *, count: int, longest: int) -> list[R
         ends = np.append(firsts[1:], buffer.total_rows)
         spans += [(stream, int(a), int(b)) for a, b in zip(firsts, ends) if b - a > 1]
     if not spans:
-        raise LabError(f"{path} holds no episode of more than one row")
+        raise LabError(f"{path} contains no episode with more than one row")
     chosen = [
         spans[index]
         for index in np.unique(np.linspace(0, len(spans) - 1, min(count, len(spans))).astype(int))
@@ -323,7 +329,7 @@ def read_episodes(path: Path, spec: Spec, *, count: int, longest: int) -> list[R
 
 
 def _column(buffer: Any, name: str) -> np.ndarray:
-    """(streams, rows) of a small column, read in stretches: the wide ones are not wanted all at once."""
+    """Read a small column, (streams, rows), in blocks: each read loads all columns, and images are large."""
     parts = []
     for start in range(0, buffer.total_rows, 4096):
         batch = buffer.read(start, min(4096, buffer.total_rows - start))
@@ -331,14 +337,14 @@ def _column(buffer: Any, name: str) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-# ---------------------------------------------------------------- segments
+# --- Segments ---
 
 
 @dataclass
 class Segments:
-    """B cuts of episodes: `context` rows that a model sees, then H steps whose actions it is told.
+    """B segments of episodes: `context` rows that a model observes, then H steps with only their actions.
 
-    Column t of the future is what arrived after action t. Beyond an episode's end `mask` is False.
+    Column t of the H steps is the result of action t. `mask` is False after an episode's end.
     """
 
     context: Batch  # (B, C, …)
@@ -347,22 +353,22 @@ class Segments:
     reward: torch.Tensor  # (B, H)
     terminated: torch.Tensor  # (B, H) bool
     mask: torch.Tensor  # (B, H) bool
-    episode: np.ndarray  # (B,) which episode
-    start: np.ndarray  # (B,) row of the episode where the context begins
+    episode: np.ndarray  # (B,) index of the episode
+    start: np.ndarray  # (B,) first context row within the episode
 
     def __len__(self) -> int:
         return len(self.episode)
 
-    def parts(self, size: int) -> Iterator[slice]:
+    def batches(self, size: int) -> Iterator[slice]:
         for start in range(0, len(self), size):
             yield slice(start, min(start + size, len(self)))
 
 
 def cut_segments(episodes: Sequence[Rows], *, context: int, horizon: int, each: int) -> Segments:
-    """`each` segments of every episode, evenly spaced.
+    """Cut `each` evenly spaced segments from every episode.
 
-    The last one reaches beyond the episode's end, after another number of steps in each episode, so that ends lie all
-    over the horizon.
+    The last one includes the episode's end, at a different step of the horizon in each episode, so that ends
+    are spread over the horizon.
     """
     places: list[tuple[int, int]] = []
     for index, rows in enumerate(episodes):
@@ -375,7 +381,8 @@ def cut_segments(episodes: Sequence[Rows], *, context: int, horizon: int, each: 
     if not places:
         longest = max((len(rows["reward"]) for rows in episodes), default=0)
         raise LabError(
-            f"no episode is longer than the context of {context} rows (the longest has {longest}): give a smaller --context"
+            f"--context {context} is not shorter than any episode (the longest has {longest} rows): "
+            "give a smaller --context"
         )
     columns = {name: [] for name in episodes[0]}  # type: dict[str, list[np.ndarray]]
     mask = np.zeros((len(places), horizon), dtype=bool)
@@ -386,7 +393,7 @@ def cut_segments(episodes: Sequence[Rows], *, context: int, horizon: int, each: 
         for name, values in rows.items():
             piece = values[start:after]
             missing = context + horizon - len(piece)
-            # What lies beyond the end is never compared; repeated, it is at least a valid action.
+            # Rows after the end are never compared; repeating the last row gives valid actions.
             columns[name].append(
                 np.concatenate([piece, np.repeat(piece[-1:], missing, axis=0)]) if missing else piece
             )

@@ -1,4 +1,4 @@
-"""`rl-lab play RUN`: watch the agent, play in its dream, replay episodes; in a window, a browser or a video."""
+"""`rl-lab play RUN`: watch the agent, play in its world model or replay episodes (window, browser, video)."""
 
 from __future__ import annotations
 
@@ -7,58 +7,64 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run)")
-    what = parser.add_argument_group("what to see (default: the agent in the real environment)")
+    what = parser.add_argument_group("mode (default: the agent in the real environment)")
     what.add_argument("-w", "--world-model", action="store_true", help="you play in the world model")
     what.add_argument(
         "-a", "--agent-world-model", action="store_true", help="the agent plays in the world model"
     )
-    what.add_argument("-e", "--episodes", action="store_true", help="replay media/episodes")
-    what.add_argument("--split", choices=("train", "test", "imagination", "recordings"), help="which of them")
-    what.add_argument("--human", action="store_true", help="you play (in the real environment)")
+    what.add_argument("-e", "--episodes", action="store_true", help="replay the recorded episodes of the run")
     what.add_argument(
-        "--both", action="store_true", help="real and dream side by side, from the same actions"
+        "--split", choices=("train", "test", "imagination", "recordings"), help="episodes to replay"
     )
-    look = parser.add_argument_group("how")
-    look.add_argument(
+    what.add_argument("--human", action="store_true", help="you play in the real environment")
+    what.add_argument(
+        "--both",
+        action="store_true",
+        help="real environment and world model side by side, with the same actions",
+    )
+    display = parser.add_argument_group("display")
+    display.add_argument(
         "-r", "--reconstruction", action="store_true", help="panels: original, model input, reconstruction"
     )
-    look.add_argument(
+    display.add_argument(
         "--header", action="store_true", help="step, action, reward, return, value, … (-h in play.sh)"
     )
-    look.add_argument(
-        "-s", "--save-mode", action="store_true", help="ask at each episode's end whether to keep it"
+    display.add_argument(
+        "-s", "--save-mode", action="store_true", help="ask at the end of each episode whether to keep it"
     )
-    look.add_argument("-f", "--fps", type=float, default=15.0, help="steps a second (default: 15)")
-    look.add_argument("--horizon", type=int, default=200, help="steps of a dream (default: 200)")
-    look.add_argument("--flush", type=int, help="begin the model's memory anew after so many dreamt frames")
-    look.add_argument(
-        "--ends", default="sample", help="a dream ends: sample (default), never, or from a probability on"
+    display.add_argument("-f", "--fps", type=float, default=15.0, help="steps per second (default: 15)")
+    display.add_argument("--horizon", type=int, default=200, help="maximum steps of a dream (default: 200)")
+    display.add_argument("--flush", type=int, help="reset the model's state after this many imagined frames")
+    display.add_argument(
+        "--ends", default="sample", help="end of a dream: sample (default), never, or a probability threshold"
     )
-    look.add_argument("--context", type=int, default=8, help="real frames before a dream (default: 8)")
-    look.add_argument(
-        "--start", choices=("real", "replay", "episodes"), help="where dreams start (default: real)"
+    display.add_argument("--context", type=int, default=8, help="real frames before a dream (default: 8)")
+    display.add_argument(
+        "--start",
+        choices=("real", "replay", "episodes"),
+        help="source of start frames of dreams (default: real)",
     )
-    look.add_argument(
-        "--wait", action="store_true", default=None, help="a step for each key, not by the clock"
+    display.add_argument(
+        "--wait", action="store_true", default=None, help="one step per key press instead of timed steps"
     )
-    agent = parser.add_argument_group("which agent")
+    agent = parser.add_argument_group("agent")
     agent.add_argument("--checkpoint", default="last", help="last, best, or a file name under checkpoints/")
     agent.add_argument("--device", default="auto")
-    agent.add_argument("--seed", type=int, help="of the episodes (default: new ones every time)")
+    agent.add_argument("--seed", type=int, help="seed of the episodes (default: random)")
     choice = agent.add_mutually_exclusive_group()
     choice.add_argument("--sample", dest="sample", action="store_true", default=None, help="sample actions")
     choice.add_argument(
-        "--best-action", dest="sample", action="store_false", help="take the likeliest action"
+        "--best-action", dest="sample", action="store_false", help="take the most likely action"
     )
-    where = parser.add_argument_group("where (default: a window; without a display, a video)")
+    where = parser.add_argument_group("output (default: a window; without a display, a video)")
     where.add_argument("--web", action="store_true", help="serve a page to play in a browser")
     where.add_argument(
         "--host", default="127.0.0.1", help="address to serve on; any but loopback needs a token"
     )
-    where.add_argument("--port", type=int, default=8765, help="0 takes a free one (default: 8765)")
-    where.add_argument("--token", help="the page's secret; made and printed where one is needed")
-    where.add_argument("--video", action="store_true", help="write a video even though there is a display")
-    where.add_argument("--steps", type=int, default=1000, help="longest video, in steps (default: 1000)")
+    where.add_argument("--port", type=int, default=8765, help="0 takes a free port (default: 8765)")
+    where.add_argument("--token", help="token of the page (default: generated and printed if one is needed)")
+    where.add_argument("--video", action="store_true", help="write a video even if there is a display")
+    where.add_argument("--steps", type=int, default=1000, help="maximum steps of a video (default: 1000)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""Who is looking, and which of them steers. Lives in the server's event loop.
+"""Web clients of a session: the message protocol, the session thread, and the connected pages.
 
-The first page has the controls; later ones look on. When it closes, the controls are free: the next page that opens
-takes them, or one that looks on asks for them. When nobody is looking the session rests.
+The first page has the controls; later pages only watch. When it closes, the controls are free: the next page
+that opens gets them, or a watching page requests them. Without pages the session pauses.
 """
 
 from __future__ import annotations
@@ -26,65 +26,64 @@ from rl_lab.errors import LabError
 from rl_lab.tools.play.commands import Command, parse_command
 from rl_lab.tools.play.session import PlaySession
 
-# --------------------
-# What goes over the WebSocket. To the page: frames (binary) and status (JSON). From it: requests (JSON).
-#
-# A frame is a little-endian uint32 n, n bytes of JSON {"panels": [{title, width, height, type, bytes}], "header": [[name,
-# value], …], "step", "ack", "done", "numbers"}, then the pictures one behind the other.
+# --- Protocol ---
 
+# The server sends frames (binary) and status (JSON); the page sends requests (JSON). A frame is a
+# little-endian uint32 n, n bytes of JSON {"panels": [{title, width, height, type, bytes}], "header": [[name,
+# value], …], "step", "ack", "done", "numbers"}, then the encoded images.
 
-SMALL = 128 * 128  # pixels up to which a picture is sent without loss
+SMALL = 128 * 128  # pixels; images up to this size are sent as PNG
 LARGEST_MESSAGE = 4096  # bytes of a request
 
 
 def encode_frame(session: PlaySession) -> bytes:
-    """The session's present as one message."""
-    pictures, panels = [], []
+    """Encode the current frame of a session as one message."""
+    images, panels = [], []
     for title, image in session.panels():
-        kind, data = encode_picture(image)
-        pictures.append(data)
+        kind, data = encode_image(image)
+        images.append(data)
         height, width = image.shape[:2]
         panels.append({"title": title, "width": width, "height": height, "type": kind, "bytes": len(data)})
-    moment = session.moment
-    numbers = {"reward": moment.reward, **session.numbers, **moment.extra}
+    frame = session.current
+    values = {"reward": frame.reward, **session.policy_values, **frame.extra}
     head = {
         "panels": panels,
         "header": session.header(),
         "step": session.step,
         "ack": session.acknowledged,
-        "done": moment.done,
-        "numbers": {name: value for name, value in numbers.items() if math.isfinite(value)},
+        "done": frame.done,
+        "numbers": {name: value for name, value in values.items() if math.isfinite(value)},
     }
     text = json.dumps(head, separators=(",", ":")).encode()
-    return b"".join([struct.pack("<I", len(text)), text, *pictures])
+    return b"".join([struct.pack("<I", len(text)), text, *images])
 
 
 def decode_frame(message: bytes) -> tuple[dict[str, Any], list[bytes]]:
-    """A frame's head and its pictures."""
+    """Return the head of a frame message and its encoded images."""
     (size,) = struct.unpack_from("<I", message)
     head = json.loads(message[4 : 4 + size])
-    pictures, at = [], 4 + size
+    images, at = [], 4 + size
     for panel in head["panels"]:
-        pictures.append(message[at : at + panel["bytes"]])
+        images.append(message[at : at + panel["bytes"]])
         at += panel["bytes"]
-    return head, pictures
+    return head, images
 
 
-def encode_picture(image: np.ndarray) -> tuple[str, bytes]:
-    """Media type and bytes: PNG for small pictures, whose pixels people count; JPEG for large ones."""
+def encode_image(image: np.ndarray) -> tuple[str, bytes]:
+    """Return media type and bytes: lossless PNG for small images, JPEG for large ones."""
     from PIL import Image
 
     buffer = io.BytesIO()
-    picture = Image.fromarray(np.ascontiguousarray(image))
+    encoded = Image.fromarray(np.ascontiguousarray(image))
     if image.shape[0] * image.shape[1] <= SMALL:
-        picture.save(buffer, format="PNG", compress_level=1)
+        encoded.save(buffer, format="PNG", compress_level=1)
         return "image/png", buffer.getvalue()
-    picture.save(buffer, format="JPEG", quality=90)
+    encoded.save(buffer, format="JPEG", quality=90)
     return "image/jpeg", buffer.getvalue()
 
 
 def decode_request(text: str | bytes | None) -> Command | str | None:
-    """A request of a page: a Command, "take" (the controls), or None for whatever is none."""
+    """Decode a request of a page: a Command, "take" (the controls), or None if it is invalid."""
     if not isinstance(text, str) or len(text) > LARGEST_MESSAGE:
         return None
     try:
@@ -96,17 +95,16 @@ def decode_request(text: str | bytes | None) -> Command | str | None:
     return parse_command(message)
 
 
-# --------------------
-# A session in a thread of its own, so that a server can go on serving while a model thinks.
+# --- Session thread ---
 
-
-MOST_WAITING = 256  # requests; beyond them the oldest are forgotten
+MOST_WAITING = 256  # requests; older ones are dropped
 
 
 class Runner(threading.Thread):
-    """Steps a session when it is due and tells `on_change` after every step and request.
+    """Thread that steps a session and calls `on_change` after every step and request.
 
-    It rests while `active` is off: nobody is looking. Only this thread touches the session.
+    A separate thread keeps the server responsive while a model computes. It pauses while `active` is False
+    (no page is open). Only this thread may access the session.
     """
 
     def __init__(self, session: PlaySession, on_change: Callable[[PlaySession], None]) -> None:
@@ -130,7 +128,7 @@ class Runner(threading.Thread):
             self._wake.notify()
 
     def refresh(self) -> None:
-        """Tell `on_change` once more: somebody new is looking."""
+        """Call `on_change` again, for a new page."""
         with self._wake:
             self._dirty = True
             self._wake.notify()
@@ -152,11 +150,14 @@ class Runner(threading.Thread):
                 commands = list(self._commands)
                 self._commands.clear()
                 dirty, self._dirty = self._dirty, False
-            if self._turn(commands) or commands or dirty:
+            if self._run_once(commands) or commands or dirty:
                 self.on_change(self.session)
 
-    def _turn(self, commands: list[Command]) -> bool:
-        """What was asked, then a step if one is due. A failure pauses and is shown; it does not end the session."""
+    def _run_once(self, commands: list[Command]) -> bool:
+        """Execute the commands, then a step if one is due.
+
+        An error pauses the session and is shown in `message`.
+        """
         session = self.session
         try:
             for command in commands:
@@ -176,27 +177,32 @@ class Runner(threading.Thread):
         self.session.changes += 1
 
 
+# --- Pages ---
+
 MOST_VIEWERS = 64
 
 
 class Viewer:
-    """One open page: the newest frame and status that it has not got yet. A slow one misses frames, and delays nobody."""
+    """One open page, with the newest unsent frame and status.
+
+    A slow page skips frames and does not delay others.
+    """
 
     def __init__(self, socket: WebSocket) -> None:
         self.socket = socket
         self.frame: bytes | None = None
         self.status: str | None = None
-        self.news = asyncio.Event()
+        self.pending = asyncio.Event()
 
     def offer(self, *, frame: bytes | None = None, status: str | None = None) -> None:
         self.frame = frame if frame is not None else self.frame
         self.status = status if status is not None else self.status
-        self.news.set()
+        self.pending.set()
 
     async def write(self) -> None:
         while True:
-            await self.news.wait()
-            self.news.clear()
+            await self.pending.wait()
+            self.pending.clear()
             status, frame, self.status, self.frame = self.status, self.frame, None, None
             if status is not None:
                 await self.socket.send_text(status)
@@ -204,8 +210,8 @@ class Viewer:
                 await self.socket.send_bytes(frame)
 
 
-class Hub:
-    """Pages on one side, the session's thread on the other."""
+class Clients:
+    """The open pages of a session; runs in the server's event loop."""
 
     def __init__(self, session: PlaySession, about: dict[str, Any]) -> None:
         self.session = session
@@ -219,14 +225,14 @@ class Hub:
         self._sent_changes = -1
 
     def start(self) -> None:
-        """Begin; called inside the server's event loop."""
+        """Start the session thread; call it inside the server's event loop."""
         self._loop = asyncio.get_running_loop()
         self._status = self.session.status()
         self._frame = encode_frame(self.session)
         self.runner.start()
 
     async def stop(self) -> None:
-        """End the session: its thread, an open recording, the environment."""
+        """Stop the session thread, finish an open recording and close the environment."""
 
         def end() -> None:
             self.runner.stop()
@@ -235,7 +241,7 @@ class Hub:
         await asyncio.get_running_loop().run_in_executor(None, end)
 
     async def serve(self, socket: WebSocket) -> None:
-        """One page, from its opening to its closing."""
+        """Serve one page until it closes."""
         await socket.accept()
         if len(self.viewers) >= MOST_VIEWERS:
             await socket.close(code=1013, reason="too many viewers")
@@ -246,7 +252,7 @@ class Hub:
             self.driver = viewer
         self.runner.set_active(True)
         viewer.offer(frame=self._frame)
-        self._tell()
+        self._send_status()
         self.runner.refresh()
         writer = asyncio.create_task(viewer.write())
         reader = asyncio.create_task(self._read(viewer))
@@ -257,7 +263,7 @@ class Hub:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
-            self._left(viewer)
+            self._remove(viewer)
             if socket.application_state is not WebSocketState.DISCONNECTED:
                 with contextlib.suppress(RuntimeError, WebSocketDisconnect):
                     await socket.close()
@@ -271,21 +277,21 @@ class Hub:
                 request = decode_request(message.get("text"))
                 if request == "take" and self.driver is None:
                     self.driver = viewer
-                    self._tell()
+                    self._send_status()
                 elif isinstance(request, Command) and viewer is self.driver:
                     self.runner.submit(request)
 
-    def _left(self, viewer: Viewer) -> None:
+    def _remove(self, viewer: Viewer) -> None:
         self.viewers.remove(viewer)
         if viewer is self.driver:
             self.driver = None
             self.runner.submit(Command("release"))
             self.runner.submit(Command("record", False))
         self.runner.set_active(bool(self.viewers))
-        self._tell()
+        self._send_status()
 
-    def _tell(self) -> None:
-        """Everybody's status: the same for all but who steers."""
+    def _send_status(self) -> None:
+        """Send the status to all pages; only the fields about the controls differ."""
         for viewer in self.viewers:
             mine = {
                 "steers": viewer is self.driver,
@@ -296,7 +302,7 @@ class Hub:
             viewer.offer(status=json.dumps({**self._status, **mine}))
 
     def _from_thread(self, session: PlaySession) -> None:
-        """The session moved on; called in its thread, which alone may read it."""
+        """Publish a new frame; called in the session thread, which alone may read the session."""
         frame = encode_frame(session)
         status: dict[str, Any] | None = None
         if session.changes != self._sent_changes or session.mode == "episodes":
@@ -310,9 +316,9 @@ class Hub:
             viewer.offer(frame=frame)
         if status is not None:
             self._status = status
-            self._tell()
+            self._send_status()
 
     def _call(self, function: Callable[[], None]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)

@@ -1,6 +1,6 @@
-"""What a person may ask of a session, and what a message must look like to be one of these requests.
+"""Commands of a session, and the validation of the messages that contain them.
 
-Whatever comes over a WebSocket passes through `parse_command`; what does not fit is None, and nothing happens.
+Every WebSocket message passes through `parse_command`, which returns None for an invalid one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from rl_lab.tools.play.keyboard import normalise
 from rl_lab.tools.play.sources import SPLITS
 
 MODES = ("real", "dream", "both", "episodes")
-SLOWEST, FASTEST = 1.0, 60.0  # steps a second
+SLOWEST, FASTEST = 1.0, 60.0  # steps per second
 SHORTEST, LONGEST = 1, 10_000  # steps of a dream
 
 
 @dataclass(frozen=True)
 class Command:
-    """A request: its name, and its value or None (toggle, next)."""
+    """A command with its value; None means toggle or next."""
 
     name: str
     value: Any = None
-    id: int | None = None  # given by the sender, to find its effect again
+    id: int | None = None  # set by the sender, to recognize its effect
 
 
 def _flag(value: Any) -> bool:
@@ -46,7 +46,7 @@ def _number(low: float, high: float) -> Callable[[Any], float]:
     return read
 
 
-def _whole(low: int, high: int) -> Callable[[Any], int]:
+def _integer(low: int, high: int) -> Callable[[Any], int]:
     read = _number(low, high)
     return lambda value: int(read(value))
 
@@ -85,16 +85,16 @@ COMMANDS: dict[str, Callable[[Any], Any]] = {
     "step_once": _nothing,
     "reset": _nothing,
     "speed": _number(SLOWEST, FASTEST),
-    "faster": _whole(-1, 1),
-    "horizon": _whole(SHORTEST, LONGEST),
-    "longer": _whole(-1, 1),
+    "faster": _integer(-1, 1),
+    "horizon": _integer(SHORTEST, LONGEST),
+    "longer": _integer(-1, 1),
     "parts": _optional_flag,
     "header": _optional_flag,
     "wait": _optional_flag,
     "record": _optional_flag,
     "answer": _flag,
-    "seek": _whole(-(10**9), 10**9),
-    "episode": _whole(-1, 1),
+    "seek": _integer(-(10**9), 10**9),
+    "episode": _integer(-1, 1),
     "split": _one_of(*SPLITS),
 }
 

@@ -1,4 +1,4 @@
-"""A window on a session: pygame, one thread. F1 shows the keys, Escape leaves."""
+"""Desktop window of a session with pygame, in one thread. F1 shows the keys, Escape closes it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from rl_lab.errors import LabError, MissingPackageError
+from rl_lab.errors import LabError, MissingPackageError, install_line
 from rl_lab.tools.play.commands import Command
 from rl_lab.tools.play.keyboard import control_legend, normalise
 from rl_lab.tools.play.session import PlaySession
-from rl_lab.utils.install import install_line
 
 LINE = 30  # pixels of the status line
 NAMES = {
     **{"left": "ArrowLeft", "right": "ArrowRight", "up": "ArrowUp", "down": "ArrowDown", "space": " "},
     **{"return": "Enter", "enter": "Enter", "tab": "Tab", "page up": "PageUp", "page down": "PageDown"},
 }
-LONGEST_NAP = 0.02  # seconds between two looks at the keyboard
+MAX_SLEEP = 0.02  # seconds between two reads of the keyboard
 
 
 class Window:
-    """Draws a session and hands it the keys."""
+    """Draws a session and passes key presses to it."""
 
     def __init__(self, session: PlaySession, title: str) -> None:
         try:
@@ -38,25 +37,25 @@ class Window:
         try:
             pygame.display.init()
             pygame.font.init()
-            height, width = session.frame().shape[:2]
+            height, width = session.image().shape[:2]
             self.screen = pygame.display.set_mode((max(width, 480), height + LINE), pygame.RESIZABLE)
         except pygame.error as error:
-            raise LabError(f"no window can be opened ({error}): use --web, or --video") from error
+            raise LabError(f"the window cannot be opened ({error}): use --web or --video") from error
         pygame.display.set_caption(title)
         self.font = pygame.font.Font(None, 22)
 
     def run(self) -> None:
-        """Until it is closed."""
+        """Run until the window is closed."""
         self.draw()
         while self.open:
-            heard = self.listen()
+            pressed = self.read_events()
             stepped = self.session.wait_seconds() <= 0.0 and self.session.advance()
-            if heard or stepped:
+            if pressed or stepped:
                 self.draw()
-            time.sleep(min(self.session.wait_seconds(), LONGEST_NAP))
+            time.sleep(min(self.session.wait_seconds(), MAX_SLEEP))
 
-    def listen(self) -> bool:
-        """Pass on what was pressed; whether there was anything."""
+    def read_events(self) -> bool:
+        """Pass keyboard events to the session; returns whether there were any."""
         pygame, session = self.pygame, self.session
         events = pygame.event.get()
         for event in events:
@@ -76,7 +75,7 @@ class Window:
         pygame, screen = self.pygame, self.screen
         screen.fill((13, 17, 23))
         width, height = screen.get_size()
-        self._paste(self.session.frame(), width, height - LINE)
+        self._draw_image(self.session.image(), width, height - LINE)
         screen.blit(self.font.render(self._line(), True, (139, 151, 171)), (10, height - LINE + 7))
         if self.help:
             self._draw_help()
@@ -89,11 +88,11 @@ class Window:
         name = self.pygame.key.name(key)
         return normalise(NAMES.get(name, name))
 
-    def _paste(self, frame: np.ndarray, width: int, height: int) -> None:
-        """As large as fits, in the middle."""
-        surface = self.pygame.surfarray.make_surface(np.ascontiguousarray(frame.swapaxes(0, 1)))
-        scale = min(width / frame.shape[1], height / frame.shape[0])
-        size = max(1, int(frame.shape[1] * scale)), max(1, int(frame.shape[0] * scale))
+    def _draw_image(self, image: np.ndarray, width: int, height: int) -> None:
+        """Draw the image centred and as large as fits."""
+        surface = self.pygame.surfarray.make_surface(np.ascontiguousarray(image.swapaxes(0, 1)))
+        scale = min(width / image.shape[1], height / image.shape[0])
+        size = max(1, int(image.shape[1] * scale)), max(1, int(image.shape[0] * scale))
         if size != surface.get_size():
             surface = self.pygame.transform.scale(surface, size)
         self.screen.blit(surface, ((width - size[0]) // 2, (height - size[1]) // 2))
@@ -101,8 +100,8 @@ class Window:
     def _line(self) -> str:
         status = self.session.status()
         who = "you" if status["control"] == "human" else "agent"
-        where = {"both": "side by side"}.get(status["mode"], status["mode"])
-        parts = [f"{who} · {where}", f"{status['speed']:.3g}/s"]
+        mode = {"both": "side by side"}.get(status["mode"], status["mode"])
+        parts = [f"{who} · {mode}", f"{status['speed']:.3g}/s"]
         parts += ["paused"] if status["paused"] else []
         parts += ["REC"] if status["recording"] else []
         if status["asking"]:
@@ -116,7 +115,7 @@ class Window:
             *self.session.keymap.legend,
             *control_legend(self.session.mode),
             ("F1", "these keys"),
-            ("Esc", "leave"),
+            ("Esc", "close"),
         ]
         shade = self.pygame.Surface(self.screen.get_size(), self.pygame.SRCALPHA)
         shade.fill((5, 7, 11, 225))
@@ -124,7 +123,7 @@ class Window:
         for index, (keys, text) in enumerate(rows):
             column, row = divmod(index, 14)
             x, y = 20 + 330 * column, 16 + 23 * row
-            # pygame's own font has no arrows
+            # pygame's default font has no arrows
             plain = keys.translate(str.maketrans("←→↑↓…", "<>^v-"))
             self.screen.blit(self.font.render(plain, True, (232, 237, 245)), (x, y))
             self.screen.blit(self.font.render(text, True, (139, 151, 171)), (x + 110, y))

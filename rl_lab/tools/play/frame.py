@@ -1,4 +1,4 @@
-"""What play shows: moments, panels, and the sources that make them."""
+"""Frames and panels of play, the protocol of their sources, and the drawing of images."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rl_lab.utils.media import picture
+from rl_lab.utils.media import to_image
 
 
 class Panel(NamedTuple):
-    """One picture with its title."""
+    """One image with its title."""
 
     title: str
     image: np.ndarray  # (H, W, 3) uint8
 
 
 @dataclass
-class Moment:
-    """What arrived together, and the action that led to it."""
+class Frame:
+    """One step of an episode: observation, reward and flags, and the action that led to them."""
 
-    obs: dict[str, np.ndarray]  # name -> (…) as stored; empty where a recording holds pictures only
-    action: np.ndarray | None = None  # None: nothing led here, an episode begins
+    obs: dict[str, np.ndarray]  # name -> (…) as stored; empty for a recorded video
+    action: np.ndarray | None = None  # None: first frame of an episode
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
-    extra: dict[str, float] = field(default_factory=dict)  # more numbers for the header
+    extra: dict[str, float] = field(default_factory=dict)  # more values for the header
 
     @property
     def is_first(self) -> bool:
@@ -40,61 +40,62 @@ class Moment:
 
 
 class Source(Protocol):
-    """A place where steps happen: the real environment, a dream, both, or recorded episodes."""
+    """A source of frames: the real environment, the world model, both, or recorded episodes."""
 
-    def reset(self) -> Moment:
-        """Begin a new episode."""
+    def reset(self) -> Frame:
+        """Start a new episode."""
 
-    def step(self, action: np.ndarray) -> Moment:
-        """Take an action."""
+    def step(self, action: np.ndarray) -> Frame:
+        """Step with an action."""
 
     def agent_action(self) -> np.ndarray:
-        """What the agent does here."""
+        """Return the agent's action for the current frame."""
 
-    def think(self) -> dict[str, float]:
-        """What the policy thinks here (value, entropy), where it tells; its memory follows what it sees."""
+    def inspect(self) -> dict[str, float]:
+        """Return values of the policy for the current frame (value, entropy), if it has any.
+
+        Updates its state.
+        """
 
     def panels(self, parts: bool) -> list[Panel]:
-        """What there is to see now; `parts` adds what the model sees and makes of it."""
+        """Return the current panels; `parts` adds the model's input and output."""
 
 
-# --------------------
-# Pictures: observations as images, panels side by side, the header under them.
+# --- Drawing ---
 
-
-HEIGHT = 320  # of a panel in a video; smaller pictures are enlarged by whole factors up to it
-BARS = 24  # numbers that are drawn as bars; longer vectors become a map of dots
+HEIGHT = 320  # of a panel in a video; smaller images are enlarged by integer factors up to it
+BARS = 24  # longest vector drawn as bars; longer ones are drawn as a grid of cells
 GROUND, INK, DIM = (13, 17, 23), (230, 237, 243), (125, 133, 144)
 PLUS, MINUS = (88, 166, 255), (247, 129, 102)
 
 
-def observation_picture(obs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """(H, W, 3) uint8: the images of an observation side by side; its numbers as bars where there are none."""
-    images = [picture(value) for value in obs.values() if value.dtype == np.uint8 and value.ndim == 3]
+def observation_image(obs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return (H, W, 3) uint8: the images of an observation side by side, or its vectors as bars."""
+    images = [to_image(value) for value in obs.values() if value.dtype == np.uint8 and value.ndim == 3]
     if images:
         height = max(image.shape[0] for image in images)
         return np.concatenate([_padded(image, height) for image in images], axis=1)
     if not obs:
-        return notice("no picture")
-    return number_picture(np.concatenate([np.ravel(value).astype(np.float32) for value in obs.values()]))
+        return notice("no image")
+    return vector_image(np.concatenate([np.ravel(value).astype(np.float32) for value in obs.values()]))
 
 
-def number_picture(numbers: np.ndarray, size: int = 256) -> np.ndarray:
-    """(size, size, 3): a vector as bars from the middle, blue up and red down, on a logarithmic scale."""
+def vector_image(values: np.ndarray, size: int = 256) -> np.ndarray:
+    """Return (size, size, 3): a vector as bars, positive blue and negative red, on a logarithmic scale."""
     frame = np.empty((size, size, 3), np.uint8)
     frame[:] = GROUND
-    # Symmetric logarithm: 0 in the middle, 10 near the border, the same scale for every vector and moment.
-    scaled = np.clip(np.sign(numbers) * np.log1p(np.abs(numbers)) / np.log(12.0), -1.0, 1.0)
-    if len(numbers) > BARS:
-        side = int(np.ceil(np.sqrt(len(numbers))))
+    # Symmetric logarithm: 0 in the centre, 10 near the border, the same scale for every vector and frame.
+    scaled = np.clip(np.sign(values) * np.log1p(np.abs(values)) / np.log(12.0), -1.0, 1.0)
+    if len(values) > BARS:
+        side = int(np.ceil(np.sqrt(len(values))))
         cells = np.zeros(side * side, np.float32)
-        cells[: len(numbers)] = scaled
+        cells[: len(values)] = scaled
         share = np.abs(cells).reshape(side, side, 1)
         color = np.where(cells.reshape(side, side, 1) >= 0, PLUS, MINUS)
         dots = (np.asarray(GROUND) * (1 - share) + color * share).astype(np.uint8)
         factor = max(1, size // side)
         return dots.repeat(factor, 0).repeat(factor, 1)
-    middle, height = size // 2, size / len(numbers)
+    middle, height = size // 2, size / len(values)
     for index, value in enumerate(scaled):
         top, bottom = int(index * height + 0.15 * height), max(1, int((index + 1) * height - 0.15 * height))
         left, right = sorted((middle, middle + int(value * (middle - 4))))
@@ -104,7 +105,7 @@ def number_picture(numbers: np.ndarray, size: int = 256) -> np.ndarray:
 
 
 def number(value: float) -> str:
-    """A number in a few characters that do not jump: three decimals, fewer where it is large."""
+    """Format a number with stable width: three decimals, fewer for large values."""
     if isinstance(value, int):
         return str(value)
     if not np.isfinite(value) or abs(value) >= 1e6:
@@ -114,22 +115,22 @@ def number(value: float) -> str:
 
 
 def notice(text: str, size: int = 256) -> np.ndarray:
-    """A dark square with a sentence."""
+    """Return a dark square with a text."""
     image, draw = _canvas(size, size)
     draw.text((size // 2, size // 2), text, fill=DIM, font=_font(14), anchor="mm")
     return np.asarray(image)
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Where two pictures differ, bright; grey where their sizes do not agree."""
+    """Return the absolute difference of two images, or a notice if their sizes differ."""
     if one.shape != other.shape:
         return notice("sizes differ")
-    gap = np.abs(one.astype(np.int16) - other.astype(np.int16)).clip(0, 255)
-    return gap.astype(np.uint8)
+    absolute = np.abs(one.astype(np.int16) - other.astype(np.int16)).clip(0, 255)
+    return absolute.astype(np.uint8)
 
 
 def compose(panels: Sequence[Panel], header: Sequence[tuple[str, str]] = ()) -> np.ndarray:
-    """(H, W, 3) uint8, sides even: panels with titles beside each other, header fields under them."""
+    """Return (H, W, 3) uint8 with even sides: panels with titles side by side, header fields below them."""
     shown = [(panel.title, enlarged(panel.image)) for panel in panels]
     gap, title = 8, 24
     width = sum(image.shape[1] for _, image in shown) + gap * (len(shown) + 1)
@@ -149,7 +150,7 @@ def compose(panels: Sequence[Panel], header: Sequence[tuple[str, str]] = ()) -> 
 
 
 def enlarged(image: np.ndarray, height: int = HEIGHT) -> np.ndarray:
-    """By whole factors, so that pixels stay sharp."""
+    """Enlarge by an integer factor, so that pixels stay sharp."""
     factor = max(1, height // max(image.shape[:2]))
     return image.repeat(factor, 0).repeat(factor, 1) if factor > 1 else image
 

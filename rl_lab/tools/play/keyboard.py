@@ -1,7 +1,7 @@
-"""Which key does what: from held keys to an action, for any action space.
+"""Keymaps: from held keys to an action, for any action space, and the state of the keyboard.
 
-Key names are the browser's `KeyboardEvent.key`, letters in lower case: "a", " ", "ArrowLeft", "Tab". The desktop
-window uses the same names. Suites with customs of their own are in keys_suites.py.
+Key names are the browser's `KeyboardEvent.key`, letters in lower case: "a", " ", "ArrowLeft", "Tab". The
+desktop window uses the same names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_lab.records import ActionSpec, Spec
 
-# Keys that steer the session, whatever is played: key -> (command, value, what it does). The first three are IRIS'.
+# Keys that control the session: key -> (command, value, description). The first three are those of IRIS.
 CONTROLS: dict[str, tuple[str, object, str]] = {
     "Enter": ("reset", None, "new episode"),
     ".": ("pause", None, "pause"),
@@ -30,12 +30,12 @@ CONTROLS: dict[str, tuple[str, object, str]] = {
     "'": ("parts", None, "panels"),
     ";": ("header", None, "header"),
 }
-# While episodes are replayed; IRIS' keys, and one more for recordings.
+# Keys during replay of episodes: those of IRIS, and one more for recordings.
 REPLAY_CONTROLS: dict[str, tuple[str, object, str]] = {
-    "ArrowLeft": ("seek", -1, "a step back"),
-    "ArrowRight": ("seek", 1, "a step on"),
-    "PageDown": ("seek", -10, "ten back"),
-    "PageUp": ("seek", 10, "ten on"),
+    "ArrowLeft": ("seek", -1, "one step back"),
+    "ArrowRight": ("seek", 1, "one step forward"),
+    "PageDown": ("seek", -10, "ten steps back"),
+    "PageUp": ("seek", 10, "ten steps forward"),
     " ": ("seek", -(10**9), "to the start"),
     "ArrowUp": ("episode", 1, "next episode"),
     "ArrowDown": ("episode", -1, "previous episode"),
@@ -44,21 +44,26 @@ REPLAY_CONTROLS: dict[str, tuple[str, object, str]] = {
     "i": ("split", "imagination", "imagination"),
     "o": ("split", "recordings", "recordings"),
 }
-LETTERS = "qwertyuiopasdfghjklzxc"  # for actions beyond ten; none of them is in CONTROLS
+LETTERS = "qwertyuiopasdfghjklzxc"  # for actions after the tenth; none of them is in CONTROLS
 ARROWS = ("ArrowLeft", "ArrowDown", "ArrowRight", "ArrowUp")
-ROWS = ("1234567890", "qwertyuiop", "asdfghjkl", "zxc")  # one row of the keyboard for each part of an action
+ROWS = (
+    "1234567890",
+    "qwertyuiop",
+    "asdfghjkl",
+    "zxc",
+)  # one keyboard row per part of a multi-discrete action
 
 
 class Keymap(Protocol):
-    """From held keys to an action as it is stored."""
+    """Maps held keys to an action in the stored format."""
 
-    legend: list[tuple[str, str]]  # (keys, what they do), for people
+    legend: list[tuple[str, str]]  # (keys, description)
 
     @property
-    def rest(self) -> np.ndarray | None:
-        """What is done while nothing is held; None: nothing, play waits for a key."""
+    def idle(self) -> np.ndarray | None:
+        """Action while no key is held; None: play waits for a key."""
 
-    def known(self) -> frozenset[str]: ...
+    def known_keys(self) -> frozenset[str]: ...
 
     def action(self, held: Collection[str]) -> np.ndarray | None: ...
 
@@ -67,11 +72,11 @@ class Keymap(Protocol):
 
 @dataclass
 class DiscreteKeys:
-    """One key, one action; of several held keys the newest counts."""
+    """One action per key; of several held keys the newest counts."""
 
     table: dict[str, int]
     names: Sequence[str]
-    rest: np.ndarray | None = None
+    idle: np.ndarray | None = None
     legend: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,23 +88,23 @@ class DiscreteKeys:
                 (" ".join(map(show, keys)), self.names[i]) for i, keys in sorted(by_action.items())
             ]
 
-    def known(self) -> frozenset[str]:
+    def known_keys(self) -> frozenset[str]:
         return frozenset(self.table)
 
     def action(self, held: Collection[str]) -> np.ndarray | None:
         pressed = [key for key in held if key in self.table]
-        return np.asarray(self.table[pressed[-1]]) if pressed else self.rest
+        return np.asarray(self.table[pressed[-1]]) if pressed else self.idle
 
     def name(self, action: np.ndarray) -> str:
         return self.names[int(action)]
 
 
 @dataclass
-class PartKeys:
-    """Several choices at once: a row of the keyboard for each; what is not held is 0."""
+class MultiDiscreteKeys:
+    """Multi-discrete actions: one keyboard row per part; a part without a held key is 0."""
 
     choices: tuple[int, ...]
-    rest: np.ndarray | None = None
+    idle: np.ndarray | None = None
     legend: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -116,7 +121,7 @@ class PartKeys:
             for part, (row, count) in enumerate(zip(ROWS, self.choices))
         ]
 
-    def known(self) -> frozenset[str]:
+    def known_keys(self) -> frozenset[str]:
         return frozenset(self._table)
 
     def action(self, held: Collection[str]) -> np.ndarray | None:
@@ -124,7 +129,7 @@ class PartKeys:
         pressed = [self._table[key] for key in held if key in self._table]
         for part, choice in pressed:
             action[part] = choice
-        return action if pressed else self.rest
+        return action if pressed else self.idle
 
     def name(self, action: np.ndarray) -> str:
         return " ".join(str(int(part)) for part in action)
@@ -132,27 +137,27 @@ class PartKeys:
 
 @dataclass
 class AxisKeys:
-    """Continuous actions: a pair of keys for each dimension, ±1 while held, else at rest (0 in the environment's units)."""
+    """Continuous actions: a pair of keys per dimension, ±1 while held, else 0 in the environment's units."""
 
     spec: ActionSpec
-    pairs: Sequence[tuple[Collection[str], Collection[str]]]  # for each dimension: keys down, keys up
+    pairs: Sequence[tuple[Collection[str], Collection[str]]]  # per dimension: keys for -1, keys for +1
     labels: Sequence[str]
-    rest: np.ndarray = field(init=False)
+    idle: np.ndarray = field(init=False)
     legend: list[tuple[str, str]] = field(init=False)
 
     def __post_init__(self) -> None:
         low, high = np.asarray(self.spec.low), np.asarray(self.spec.high)
-        self.rest = np.clip(-(high + low) / np.maximum(high - low, 1e-9), -1.0, 1.0).astype(np.float32)
+        self.idle = np.clip(-(high + low) / np.maximum(high - low, 1e-9), -1.0, 1.0).astype(np.float32)
         self.legend = [
             (" ".join(show(key) for key in (*down, *up)), label)
             for (down, up), label in zip(self.pairs, self.labels)
         ]
 
-    def known(self) -> frozenset[str]:
+    def known_keys(self) -> frozenset[str]:
         return frozenset(key for down, up in self.pairs for key in (*down, *up))
 
     def action(self, held: Collection[str]) -> np.ndarray:
-        action = self.rest.copy()
+        action = self.idle.copy()
         for dimension, (down, up) in enumerate(self.pairs):
             pushed = any(key in held for key in up) - any(key in held for key in down)
             if pushed:
@@ -164,7 +169,7 @@ class AxisKeys:
 
 
 def generic_keys(action: ActionSpec) -> Keymap:
-    """Digits and letters for choices, arrows and letter pairs for axes."""
+    """Return the default keymap: digits and letters for choices, arrows and letter pairs for axes."""
     if action.kind == "continuous":
         pairs = [
             (("ArrowLeft", "a"), ("ArrowRight", "d")),
@@ -173,17 +178,17 @@ def generic_keys(action: ActionSpec) -> Keymap:
         ][: action.shape[0]]
         return AxisKeys(action, pairs, [f"axis {index}" for index in range(len(pairs))])
     if action.kind == "multi_discrete":
-        return PartKeys(action.choices)
+        return MultiDiscreteKeys(action.choices)
     count = action.choices[0]
     table = {key: index for index, key in enumerate(("0123456789" + LETTERS)[:count])}
-    # The usual order of the toy tasks: left, right; left, nothing, right; left, down, right, up.
+    # The usual order of toy tasks: left, right; left, nothing, right; left, down, right, up.
     arrows = {2: (0, None, 1, None), 3: (0, 1, 2, None), 4: (0, 1, 2, 3)}.get(count, ())
     table |= {key: index for key, index in zip(ARROWS, arrows) if index is not None}
     return DiscreteKeys(table, [str(index) for index in range(count)])
 
 
 def control_legend(mode: str = "") -> list[tuple[str, str]]:
-    """Keys that steer the session, for people; those of a pair in one line."""
+    """Return (keys, description) of the session's controls; paired keys share a line."""
     pairs = {"-": ("=", "slower, faster"), "[": ("]", "shorter, longer dreams")}
     seconds = {key for key, _ in pairs.values()}
     rows = [(show(key), text) for key, (_, _, text) in REPLAY_CONTROLS.items()] if mode == "episodes" else []
@@ -196,7 +201,7 @@ def control_legend(mode: str = "") -> list[tuple[str, str]]:
 
 
 def show(key: str) -> str:
-    """A key as people write it."""
+    """Return the display name of a key."""
     arrows = {"ArrowLeft": "←", "ArrowRight": "→", "ArrowUp": "↑", "ArrowDown": "↓"}
     return (
         arrows.get(key)
@@ -206,19 +211,18 @@ def show(key: str) -> str:
 
 
 def normalise(key: str) -> str:
-    """The one name of a key: letters in lower case, shifted signs as their plain ones."""
+    """Return the canonical name of a key: lower-case letters, and shifted signs as unshifted ones."""
     plain = {"+": "=", "_": "-", "{": "[", "}": "]", ">": ".", "<": ",", '"': "'", ":": ";", "Spacebar": " "}
     return plain.get(key, key.lower() if len(key) == 1 else key)
 
 
-# --------------------
-# Keys of the suites that have customs of their own: Atari, Crafter, MiniGrid, CarRacing, and some classic tasks.
-#
-# Atari's and Crafter's are those of IRIS and Δ-IRIS; Atari also takes chords (W+D+Space), as DIAMOND does.
+# --- Keymaps of suites: Atari, Crafter, MiniGrid, CarRacing, classic control ---
 
+# The keys of Atari and Crafter are those of IRIS and Δ-IRIS; Atari also accepts combinations (W+D+Space), as
+# DIAMOND.
 
 # key -> (right, up, fire)
-STICK: dict[str, tuple[int, int, bool]] = {
+JOYSTICK: dict[str, tuple[int, int, bool]] = {
     "w": (0, 1, False),
     "s": (0, -1, False),
     "a": (-1, 0, False),
@@ -290,7 +294,7 @@ CAR = {
     **{"ArrowLeft": 1, "ArrowRight": 2, "ArrowUp": 3, "ArrowDown": 4},
     **{"a": 1, "d": 2, "w": 3, "s": 4, " ": 4},
 }
-# Registered ids that begin with …: names of their actions, keys by index, and the one that does nothing.
+# Prefix of the registered id -> names of the actions, key -> action, and the idle action.
 CLASSIC: dict[str, tuple[Sequence[str], dict[str, int], int | None]] = {
     "CartPole": (("left", "right"), {"ArrowLeft": 0, "a": 0, "ArrowRight": 1, "d": 1}, None),
     "MountainCar-": (
@@ -312,16 +316,19 @@ CLASSIC: dict[str, tuple[Sequence[str], dict[str, int], int | None]] = {
 
 
 @dataclass
-class StickKeys:
-    """A joystick with one button: held keys add up; what the game does not know falls back to its nearest."""
+class JoystickKeys:
+    """A joystick with one button: held keys are summed.
 
-    names: Sequence[str]  # of the game's actions, as the Arcade Learning Environment writes them
-    rest: np.ndarray | None = None
+    An unsupported position falls back to the nearest one.
+    """
+
+    names: Sequence[str]  # of the game's actions in the Arcade Learning Environment
+    idle: np.ndarray | None = None
     legend: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._index = {name: index for index, name in enumerate(self.names)}
-        self.rest = np.asarray(self._index.get("NOOP", 0))
+        self.idle = np.asarray(self._index.get("NOOP", 0))
         self.legend = [
             ("W A S D", "up left down right"),
             ("Space", "fire"),
@@ -330,13 +337,13 @@ class StickKeys:
             ("Y U H J", "diagonals with fire"),
         ]
 
-    def known(self) -> frozenset[str]:
-        return frozenset(STICK)
+    def known_keys(self) -> frozenset[str]:
+        return frozenset(JOYSTICK)
 
     def action(self, held: Collection[str]) -> np.ndarray | None:
-        pushed = [STICK[key] for key in held if key in STICK]
+        pushed = [JOYSTICK[key] for key in held if key in JOYSTICK]
         if not pushed:
-            return self.rest
+            return self.idle
         right = int(np.clip(sum(push[0] for push in pushed), -1, 1))
         up = int(np.clip(sum(push[1] for push in pushed), -1, 1))
         fire = any(push[2] for push in pushed)
@@ -347,17 +354,17 @@ class StickKeys:
             (0, up, fire),
             (0, 0, fire),
         ):
-            name = stick_name(x, y, button)
+            name = joystick_name(x, y, button)
             if name in self._index and (name != "NOOP" or not fire):
                 return np.asarray(self._index[name])
-        return self.rest
+        return self.idle
 
     def name(self, action: np.ndarray) -> str:
         return self.names[int(action)].lower()
 
 
-def stick_name(right: int, up: int, fire: bool) -> str:
-    """The emulator's name of a joystick position: UPRIGHTFIRE, LEFT, NOOP."""
+def joystick_name(right: int, up: int, fire: bool) -> str:
+    """Return the emulator's name of a joystick position: UPRIGHTFIRE, LEFT, NOOP."""
     name = (
         {1: "UP", -1: "DOWN", 0: ""}[up] + {1: "RIGHT", -1: "LEFT", 0: ""}[right] + ("FIRE" if fire else "")
     )
@@ -365,7 +372,7 @@ def stick_name(right: int, up: int, fire: bool) -> str:
 
 
 def keymap_for(spec: Spec) -> Keymap:
-    """The keys of an environment, by its name; the generic ones where it is not known."""
+    """Return the keymap of an environment by its name, or the generic one."""
     suite, _, task = spec.name.partition("/")
     action = spec.action
     if action.kind == "discrete":
@@ -373,19 +380,19 @@ def keymap_for(spec: Spec) -> Keymap:
         if suite in ("atari", "atari100k"):
             names = _atari_names(task, count)
             if names:
-                return StickKeys(names)
+                return JoystickKeys(names)
         if suite == "crafter" and count == len(CRAFTER_ACTIONS):
             table = {key: CRAFTER_ACTIONS.index(name) for key, name in CRAFTER.items()}
             return DiscreteKeys(
-                table, [name.replace("_", " ") for name in CRAFTER_ACTIONS], rest=np.asarray(0)
+                table, [name.replace("_", " ") for name in CRAFTER_ACTIONS], idle=np.asarray(0)
             )
         if suite == "minigrid" and count == len(MINIGRID_ACTIONS):
             return DiscreteKeys(MINIGRID, MINIGRID_ACTIONS)
         if spec.name.startswith(("carracing", "CarRacing")) and count == len(CAR_ACTIONS):
-            return DiscreteKeys(CAR, CAR_ACTIONS, rest=np.asarray(0))
+            return DiscreteKeys(CAR, CAR_ACTIONS, idle=np.asarray(0))
         for prefix, (labels, table, nothing) in CLASSIC.items():
             if spec.name.startswith(prefix) and count == len(labels):
-                return DiscreteKeys(table, labels, rest=None if nothing is None else np.asarray(nothing))
+                return DiscreteKeys(table, labels, idle=None if nothing is None else np.asarray(nothing))
     if (
         action.kind == "continuous"
         and spec.name.startswith(("carracing", "CarRacing"))
@@ -401,7 +408,7 @@ def keymap_for(spec: Spec) -> Keymap:
 
 
 def _atari_names(game: str, count: int) -> list[str]:
-    """Names of a game's actions; none where the emulator is not installed or says otherwise."""
+    """Return the names of a game's actions; empty if the emulator is missing or its action count differs."""
     try:
         import ale_py
     except ModuleNotFoundError:
@@ -412,23 +419,21 @@ def _atari_names(game: str, count: int) -> list[str]:
     if rom is None:
         return []
     emulator.loadROM(rom)
-    legal, least = emulator.getLegalActionSet(), emulator.getMinimalActionSet()
-    actions = least if len(least) == count else legal
+    legal, minimal = emulator.getLegalActionSet(), emulator.getMinimalActionSet()
+    actions = minimal if len(minimal) == count else legal
     return [action.name for action in actions] if len(actions) == count else []
 
 
-# --------------------
-# Held and tapped keys: a tap between two steps is not lost, and a held key repeats.
+# --- Keyboard state ---
 
-
-REPEAT_AFTER = 0.3  # seconds that a key is held before it repeats, where play waits for keys
+REPEAT_AFTER = 0.3  # seconds until a held key repeats, if play waits for keys
 
 
 class Keyboard:
-    """Keys that mean actions, in the order they were pressed."""
+    """Held and tapped action keys by time: a tap between two steps is not lost, and a held key repeats."""
 
     def __init__(self) -> None:
-        self._held: dict[str, float] = {}  # key -> since when
+        self._held: dict[str, float] = {}  # key -> time of the press
         self._tapped: dict[str, None] = {}  # pressed since the last step, held or not
 
     @property
@@ -436,32 +441,32 @@ class Keyboard:
         return bool(self._tapped)
 
     def press(self, key: str, now: float) -> None:
-        if key not in self._held:  # a browser sends a held key again and again
+        if key not in self._held:  # a browser repeats a held key
             self._held[key] = now
             self._tapped[key] = None
 
-    def lift(self, key: str) -> None:
+    def release(self, key: str) -> None:
         self._held.pop(key, None)
 
     def clear(self) -> None:
         self._held.clear()
         self._tapped.clear()
 
-    def stepped(self) -> None:
-        """A step has answered what was tapped."""
+    def clear_taps(self) -> None:
+        """Forget the taps after a step."""
         self._tapped.clear()
 
-    def down(self) -> list[str]:
-        """Keys for a step by the clock: all that are held or were tapped, the newest last."""
+    def held(self) -> list[str]:
+        """Return the keys for a timed step: held or tapped, the newest last."""
         return [*self._held, *(key for key in self._tapped if key not in self._held)]
 
-    def struck(self, now: float) -> list[str]:
-        """Keys for a step by the key: those tapped, and those held long enough to repeat."""
-        repeating = [key for key, begun in self._held.items() if now - begun >= REPEAT_AFTER]
+    def due(self, now: float) -> list[str]:
+        """Return the keys for a step on key press: tapped, or held long enough to repeat."""
+        repeating = [key for key, pressed in self._held.items() if now - pressed >= REPEAT_AFTER]
         return [*repeating, *(key for key in self._tapped if key not in repeating)]
 
-    def seconds_to_strike(self, now: float) -> float | None:
-        """Until `struck` gives something; None when nothing is pressed."""
+    def seconds_until_due(self, now: float) -> float | None:
+        """Return the seconds until `due` returns a key; None if no key is pressed."""
         if self._tapped:
             return 0.0
         oldest = min(self._held.values(), default=None)

@@ -1,4 +1,4 @@
-"""From the words of the command to a running session: load the agent, make the sources, choose the front end."""
+"""Start of `rl-lab play`: load the agent, create the sources, and run the front end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_lab.agent import Agent, load_agent
 from rl_lab.build import build_evaluator
-from rl_lab.environments.world_model_env import BufferStarts, Dreams, EpisodeStarts, Starts
+from rl_lab.environments.world_model_env import BufferStarts, EpisodeStarts, ImaginedEpisodes, Starts
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import Batch, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
@@ -22,7 +22,7 @@ from rl_lab.tools.play.sources import SPLITS, BothSource, DreamSource, EpisodesS
 
 
 def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
-    """Run the verb; returns its exit status."""
+    """Run the command; returns its exit status."""
     import torch
 
     folder = find_run(args.run, output_root(None))
@@ -31,7 +31,7 @@ def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     if video and not args.video:
         say("no display: writing a video instead (--web serves a page to play in a browser)")
     if video and options.control == "human":
-        say("a video has no keys, so the agent plays in your place")
+        say("a video has no keyboard input, so the agent plays")
         options.control = "agent"
     options.save &= not video
     agent = load_agent(args.run or folder.path, checkpoint=args.checkpoint, device=args.device)
@@ -56,13 +56,13 @@ def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
 
 
 def options_from(args: argparse.Namespace) -> Options:
-    """The flags as a session's beginning; ConfigError where two of them contradict."""
+    """Convert the flags to session options; ConfigError if two of them conflict."""
     asked = [name for name in ("world_model", "agent_world_model", "episodes", "both") if getattr(args, name)]
     if len(asked) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in asked[:2])
-        raise ConfigError(f"{flags} cannot be had at once: choose one (v switches while it runs)")
+        raise ConfigError(f"{flags} cannot be combined: choose one (the key v switches while it runs)")
     if args.split and not args.episodes:
-        raise ConfigError("--split says which episodes to replay: add -e")
+        raise ConfigError("--split needs -e: it chooses the episodes to replay")
     for name, least in (("fps", 1), ("horizon", 1), ("context", 1), ("steps", 1), ("flush", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -74,7 +74,7 @@ def options_from(args: argparse.Namespace) -> Options:
         fps=min(args.fps, 60.0),
         horizon=args.horizon,
         parts=args.reconstruction,
-        header=args.header or args.web,  # a page has room for it
+        header=args.header or args.web,  # a page has space for it
         save=args.save_mode,
         wait=args.wait,
     )
@@ -87,7 +87,7 @@ def build_session(
     options: Options,
     say: Callable[[str], None] = print,
 ) -> PlaySession:
-    """All that this run can show; what it cannot is left out, and said."""
+    """Create a session with every source that this run supports; report a missing environment."""
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     sample = bool(agent.config.training.evaluate.sample) if args.sample is None else bool(args.sample)
     real: RealSource | None = None
@@ -107,18 +107,18 @@ def build_session(
     except LabError as error:
         if options.mode in ("real", "both") or args.start == "real":
             raise
-        say(f"without the real environment: {error}")
+        say(f"the real environment is not available: {error}")
 
     dream: DreamSource | None = None
     both: BothSource | None = None
-    if shows_dreams(agent.workflow, agent.spec):
+    if can_show_dreams(agent.workflow, agent.spec):
         flush = args.flush if args.flush is not None else agent.workflow.dream_flush
         common: dict[str, Any] = {"device": agent.device, "seed": seed, "flush_every": flush}
-        dreams = Dreams(agent.workflow, agent.spec, ends=_ends(args.ends), **common)
-        dream = DreamSource(dreams, _starts(agent, folder, args, real, seed), sample=sample, seed=seed)
+        imagined = ImaginedEpisodes(agent.workflow, agent.spec, ends=_ends(args.ends), **common)
+        dream = DreamSource(imagined, _starts(agent, folder, args, real, seed), sample=sample, seed=seed)
         if real is not None:
             both = BothSource(
-                real, Dreams(agent.workflow, agent.spec, ends=None, **common), horizon=args.horizon
+                real, ImaginedEpisodes(agent.workflow, agent.spec, ends=None, **common), horizon=args.horizon
             )
 
     def episodes() -> EpisodesSource:
@@ -136,13 +136,13 @@ def build_session(
     )
 
 
-def shows_dreams(workflow: Any, spec: Spec) -> bool:
-    """Whether its model can be stepped and decoded."""
+def can_show_dreams(workflow: Any, spec: Spec) -> bool:
+    """Return whether the workflow's model can be stepped and decoded."""
     return bool(workflow.can_dream and workflow.dreamed_observations(spec))
 
 
 def headless() -> bool:
-    """Whether no window can be opened here."""
+    """Return whether this machine has no display."""
     if os.environ.get("SDL_VIDEODRIVER") in ("dummy", "offscreen"):
         return True
     linux = sys.platform.startswith("linux")
@@ -150,7 +150,7 @@ def headless() -> bool:
 
 
 def describe(agent: Agent, folder: RunFolder) -> dict[str, str]:
-    """What a page says about the run."""
+    """Return the run's details for the page."""
     return {
         "experiment": str(agent.config.experiment.name),
         "task": agent.spec.name,
@@ -172,7 +172,10 @@ def _ends(word: str) -> str | float | None:
 def _starts(
     agent: Agent, folder: RunFolder, args: argparse.Namespace, real: RealSource | None, seed: int
 ) -> Callable[[], Batch]:
-    """Rows that a dream begins with, by `--start`: the real environment where there is one, else replay."""
+    """Return a function for the start rows of a dream, by `--start`.
+
+    Default: the real environment, else replay.
+    """
     import torch
 
     start = args.start or ("real" if real is not None else "replay")
@@ -180,14 +183,14 @@ def _starts(
         assert real is not None
         return lambda: real.warm_up(args.context)
     generator = torch.Generator().manual_seed(seed)
-    found: list[Starts] = []  # opened when a dream is asked for: replay may be large
+    found: list[Starts] = []  # opened on first use: replay may be large
 
     def batch() -> Batch:
         if not found:
             found.append(
                 _replay_starts(agent, folder, args.context)
                 if start == "replay"
-                else _recorded(agent, folder, args)
+                else _recorded_starts(agent, folder, args)
             )
         return found[0](1, generator)
 
@@ -202,7 +205,7 @@ def _replay_starts(agent: Agent, folder: RunFolder, length: int) -> Starts:
     return BufferStarts(buffer, length)
 
 
-def _recorded(agent: Agent, folder: RunFolder, args: argparse.Namespace) -> Starts:
+def _recorded_starts(agent: Agent, folder: RunFolder, args: argparse.Namespace) -> Starts:
     import numpy as np
 
     from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
@@ -216,21 +219,17 @@ def _recorded(agent: Agent, folder: RunFolder, args: argparse.Namespace) -> Star
     ]
     if not files:
         raise LabError(
-            f"no recorded episode (.npz) under {folder.media}: play one with -s, or use --start real"
+            f"{folder.media} has no recorded episode (.npz): record one with -s, or use --start real"
         )
     pieces = EpisodeFiles(files, agent.spec).pieces(agent.spec.row_columns())
     episodes = [{name: np.asarray(value)[0] for name, value in rows.items()} for _, rows in pieces]
     return EpisodeStarts(episodes, args.context)
 
 
-# --------------------
-# Play without anybody looking: an episode as a video.
-
-
 def write_video(session: PlaySession, *, steps: int) -> list[Path]:
-    """Record from now to the episode's end, at most `steps` steps; the files, the film first."""
-    session.keeping.start(session.moment, session.frame(), fps=session.fps, label=session.mode)
+    """Record to the end of the episode, at most `steps` steps; returns the files, the video first."""
+    session.recordings.start(session.current, session.image(), fps=session.fps, label=session.mode)
     for _ in range(steps):
-        if session.moment.done or not session.advance():
+        if session.current.done or not session.advance():
             break
-    return session.keeping.stop()
+    return session.recordings.stop()

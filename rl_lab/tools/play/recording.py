@@ -1,4 +1,4 @@
-"""What a session keeps: recordings that a person starts and stops, and episodes that they are asked about."""
+"""Recordings of a session: started by the user, or offered at the end of each episode."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from typing import Any
 import numpy as np
 
 from rl_lab.records import Spec
-from rl_lab.tools.play.frame import Moment
+from rl_lab.tools.play.frame import Frame
 from rl_lab.utils.files import write_atomic
 from rl_lab.utils.media import save_video
-
-# --------------------
-# A film that grows frame by frame: mp4 straight to disk, or GIF where ffmpeg is missing.
-
 
 MOST_KEPT = 900  # frames kept in memory for a GIF
 
 
-class Movie:
-    """Frames of one size; later ones are cut or padded to the first. Nothing is left of it unless it is finished."""
+class VideoWriter:
+    """Writes a video frame by frame: mp4 directly to disk, or GIF without ffmpeg.
+
+    Frames are cropped or padded to the size of the first. Without `finish` no file remains.
+    """
 
     def __init__(self, path: Path, fps: float) -> None:
         self.path = path  # without suffix
@@ -32,7 +31,7 @@ class Movie:
         self.frames = 0
         self._writer: Any = None
         self._size: tuple[int, int] | None = None
-        self._kept: list[np.ndarray] | None = None  # where no mp4 can be written
+        self._kept: list[np.ndarray] | None = None  # frames of a GIF, if mp4 is not possible
         self._temporary = path.with_name(f".{path.name}.mp4.part")
 
     def add(self, frame: np.ndarray) -> None:
@@ -49,7 +48,7 @@ class Movie:
         self._writer.send(np.ascontiguousarray(frame))
 
     def finish(self) -> Path | None:
-        """The file, None when there was no frame."""
+        """Finish the video; returns the file, or None without frames."""
         if self._kept is not None:
             return save_video(self.path, np.stack(self._kept), self.fps)
         if self._writer is None:
@@ -85,7 +84,7 @@ class Movie:
             self._writer.send(None)
         except ImportError:
             self._kept = []
-        except (OSError, RuntimeError) as error:  # no ffmpeg binary, or one that gave up
+        except (OSError, RuntimeError) as error:  # no ffmpeg binary, or it failed
             warnings.warn(f"no mp4 ({str(error).strip()[:200]}): recordings become GIFs", stacklevel=2)
             self._kept, self._writer = [], None
 
@@ -99,87 +98,84 @@ def _fitted(frame: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return target
 
 
-# --------------------
-# Recordings: what was seen as mp4, what happened as .npz that `buffer/offline` can train on.
-#
-# The .npz is the plain episode of docs/howto/offline_data.md: observations (K+1), actions, rewards, terminated,
-# truncated (K). A recording that goes over an episode's end becomes one .npz for each episode.
-
-
 class Recorder:
-    """From `add` to `keep` or `discard`."""
+    """Records images as a video and frames as .npz files that `buffer/offline` can train on.
+
+    The .npz is the plain episode of docs/howto/offline_data.md: observations (K+1), actions, rewards,
+    terminated, truncated (K). A recording across episode ends has one .npz per episode.
+    """
 
     def __init__(self, folder: Path, spec: Spec, *, fps: float, label: str = "") -> None:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         self.spec = spec
         self.path = folder / f"{stamp}{'_' + label if label else ''}_{secrets.token_hex(2)}"
-        self.movie = Movie(self.path, fps)
-        self._episodes: list[list[Moment]] = []
+        self.writer = VideoWriter(self.path, fps)
+        self._episodes: list[list[Frame]] = []
 
-    def add(self, moment: Moment, frame: np.ndarray) -> None:
-        if moment.is_first or not self._episodes:
+    def add(self, frame: Frame, image: np.ndarray) -> None:
+        if frame.is_first or not self._episodes:
             self._episodes.append([])
-        self._episodes[-1].append(moment)
-        self.movie.add(frame)
+        self._episodes[-1].append(frame)
+        self.writer.add(image)
 
     @property
-    def frames(self) -> int:
-        return self.movie.frames
+    def length(self) -> int:
+        return self.writer.frames
 
     def keep(self) -> list[Path]:
-        """Write the files; their paths, the film first."""
-        film = self.movie.finish()
-        files = [film] if film is not None else []
-        told = [moments for moments in self._episodes if len(moments) > 1 and moments[0].obs]
-        for number, moments in enumerate(told, start=1):
+        """Write the files; returns their paths, the video first."""
+        video = self.writer.finish()
+        files = [video] if video is not None else []
+        complete = [frames for frames in self._episodes if len(frames) > 1 and frames[0].obs]
+        for number, frames in enumerate(complete, start=1):
             name = self.path.name + (f"_{number}" if number > 1 else "") + ".npz"
-            files.append(write_episode(self.path.with_name(name), moments, self.spec))
+            files.append(write_episode(self.path.with_name(name), frames, self.spec))
         return files
 
     def discard(self) -> None:
-        self.movie.discard()
+        self.writer.discard()
 
 
-def write_episode(path: Path, moments: list[Moment], spec: Spec) -> Path:
-    """K+1 moments as an episode of K steps."""
-    names = list(moments[0].obs)
+def write_episode(path: Path, frames: list[Frame], spec: Spec) -> Path:
+    """Write K+1 frames as an episode of K steps."""
+    names = list(frames[0].obs)
     single = len(spec.observations) == 1
     arrays = {
         ("observations" if single else f"observations/{name}"): np.stack(
-            [moment.obs[name] for moment in moments]
+            [frame.obs[name] for frame in frames]
         )
         for name in names
     }
-    later = moments[1:]
-    arrays["actions"] = np.stack([np.asarray(moment.action) for moment in later])
-    arrays["rewards"] = np.array([moment.reward for moment in later], np.float32)
-    arrays["terminated"] = np.array([moment.terminated for moment in later])
-    arrays["truncated"] = np.array([moment.truncated for moment in later])
+    later = frames[1:]
+    arrays["actions"] = np.stack([np.asarray(frame.action) for frame in later])
+    arrays["rewards"] = np.array([frame.reward for frame in later], np.float32)
+    arrays["terminated"] = np.array([frame.terminated for frame in later])
+    arrays["truncated"] = np.array([frame.truncated for frame in later])
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
     return path
 
 
-class Keeping:
-    """ask: at each episode's end, whether to keep it"""
+class Recordings:
+    """The recordings of a session. ask: ask at the end of each episode whether to keep it."""
 
     def __init__(self, folder: Path, spec: Spec, *, ask: bool) -> None:
         self.folder = folder
         self.spec = spec
         self.ask = ask
-        self.asking = False  # an answer is waited for
+        self.asking = False  # waiting for an answer
         self.files: list[Path] = []  # of the last recording
         self._recording: Recorder | None = None
         self._episode: Recorder | None = None
 
     @property
     def recording(self) -> int | None:
-        """Frames of the open recording."""
-        return None if self._recording is None else self._recording.frames
+        """Number of frames of the open recording."""
+        return None if self._recording is None else self._recording.length
 
-    def start(self, moment: Moment, frame: np.ndarray, *, fps: float, label: str) -> None:
+    def start(self, frame: Frame, image: np.ndarray, *, fps: float, label: str) -> None:
         self._recording = Recorder(self.folder, self.spec, fps=fps, label=label)
-        self._recording.add(moment, frame)
+        self._recording.add(frame, image)
 
     def stop(self) -> list[Path]:
         if self._recording is not None:
@@ -188,7 +184,7 @@ class Keeping:
         return self.files
 
     def begin_episode(self, *, fps: float, label: str) -> None:
-        """A new episode begins; one that nobody was asked about is left behind. Replayed ones are kept already."""
+        """Start a new episode and discard an unanswered one. Replayed episodes are already on disk."""
         self.asking = False
         if self._episode is not None:
             self._episode.discard()
@@ -196,17 +192,17 @@ class Keeping:
         if self.ask and label != "episodes":
             self._episode = Recorder(self.folder, self.spec, fps=fps, label=f"{label}_episode")
 
-    def add(self, moment: Moment, frame: Callable[[], np.ndarray]) -> None:
-        """A moment has come; the frame is drawn only if someone keeps it."""
-        wanted = [recorder for recorder in (self._recording, self._episode) if recorder is not None]
-        drawn = frame() if wanted else None
-        for recorder in wanted:
+    def add(self, frame: Frame, image: Callable[[], np.ndarray]) -> None:
+        """Add a frame; `image` is called only if a recorder is active."""
+        active = [recorder for recorder in (self._recording, self._episode) if recorder is not None]
+        drawn = image() if active else None
+        for recorder in active:
             assert drawn is not None
-            recorder.add(moment, drawn)
-        self.asking = moment.done and self._episode is not None
+            recorder.add(frame, drawn)
+        self.asking = frame.done and self._episode is not None
 
     def answer(self, keep: bool) -> list[Path]:
-        """The files that were kept."""
+        """Keep or discard the episode; returns the written files."""
         self.asking = False
         episode, self._episode = self._episode, None
         if episode is None:

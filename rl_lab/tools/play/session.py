@@ -1,8 +1,8 @@
-"""One session of play, without a window: who steers, where, how fast, what is recorded.
+"""`PlaySession`: the state of play without a user interface (control, mode, speed, recordings).
 
-A front end (browser, desktop window, video) calls `do(command)` for what a person asks, `wait_seconds()` for when the
-next step is due, `advance()` to make it, and `panels()`, `header()` and `status()` for what to show. All of it from one
-thread.
+A front end (browser, desktop window, video) calls `do(command)` for user input, `wait_seconds()` for the time
+until the next step, `advance()` to step, and `panels()`, `header()` and `status()` to display. All calls must
+come from one thread.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
 from rl_lab.tools.play.commands import FASTEST, LONGEST, MODES, SHORTEST, SLOWEST, Command
-from rl_lab.tools.play.frame import Moment, Panel, Source, compose, number
+from rl_lab.tools.play.frame import Frame, Panel, Source, compose, number
 from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, Keyboard, Keymap
-from rl_lab.tools.play.recording import Keeping
+from rl_lab.tools.play.recording import Recordings
 from rl_lab.tools.play.sources import BothSource, DreamSource, EpisodesSource, RealSource
 
 NEVER = 3600.0
-UNABLE = {
-    "real": "the real environment cannot be made here",
-    "dream": "this run has no world model with a decoder to dream with",
+UNAVAILABLE = {
+    "real": "the real environment cannot be created on this machine",
+    "dream": "this run has no world model with a decoder",
     "both": "side by side needs the real environment and a world model with a decoder",
     "episodes": "this run has no recorded episodes",
 }
@@ -34,21 +34,21 @@ UNABLE = {
 
 @dataclass
 class Options:
-    """How a session begins; nearly all of it can be changed while it runs."""
+    """Initial settings of a session; most of them can be changed while it runs."""
 
     mode: str = "real"
     control: str = "agent"
-    fps: float = 15.0  # as IRIS' play
+    fps: float = 15.0  # as in IRIS
     horizon: int = 200
     parts: bool = False
     header: bool = False
-    save: bool = False  # ask at each episode's end whether to keep it
-    wait: bool | None = None  # step only when a key is pressed; None: where no action means "do nothing"
-    end_hold: float = 0.8  # seconds that an episode's last frame stays
+    save: bool = False  # ask at the end of each episode whether to keep it
+    wait: bool | None = None  # step only on a key press; None: if the keymap has no idle action
+    end_hold: float = 0.8  # seconds for which the last frame of an episode is shown
 
 
 class PlaySession:
-    """Sources that there are not (no model, no environment, no recordings) are None, and so are their modes."""
+    """One session of play. A missing source (model, environment, recordings) is None and has no mode."""
 
     def __init__(
         self,
@@ -74,25 +74,25 @@ class PlaySession:
         self.fps = options.fps
         self.parts = options.parts
         self.show_header = options.header
-        self.wait = keymap.rest is None if options.wait is None else options.wait
+        self.wait = keymap.idle is None if options.wait is None else options.wait
         self.paused = False
         self.message = ""
-        self.changes = 0  # grows whenever `status()` may have changed
-        self.acknowledged = 0  # the highest id of a command that has had its effect
+        self.changes = 0  # incremented whenever `status()` may have changed
+        self.acknowledged = 0  # highest id of a command whose effect is visible
         self.keyboard = Keyboard()
-        self.keeping = Keeping(recordings, spec, ask=options.save)
+        self.recordings = Recordings(recordings, spec, ask=options.save)
         self.step = 0
         self.episode_return: float | None = 0.0
-        self.moment = Moment({})
-        self.numbers: dict[str, float] = {}
+        self.current = Frame({})
+        self.policy_values: dict[str, float] = {}
         self._clock = clock
         self._last_step = -NEVER
-        self._heard = 0
+        self._received = 0  # highest id of a command
         self.horizon = 0
         self._set_horizon(options.horizon)
-        self._go(options.mode)
+        self._set_mode(options.mode)
 
-    # ---------------------------------------------------------------- stepping
+    # --- Stepping ---
 
     @property
     def source(self) -> Source:
@@ -101,100 +101,100 @@ class PlaySession:
 
     @property
     def asking(self) -> bool:
-        """Whether the session waits for an answer: keep the episode that has just ended?"""
-        return self.keeping.asking
+        """Whether the session waits for an answer to "keep this episode?"."""
+        return self.recordings.asking
 
     @property
     def waits_for_keys(self) -> bool:
         plays = self.control == "human" and self.mode != "episodes"
-        return plays and (self.wait or self.keymap.rest is None)
+        return plays and (self.wait or self.keymap.idle is None)
 
     def modes(self) -> list[str]:
-        """Those that this run can do."""
-        able = {"real": self.real, "dream": self.dream, "both": self.both, "episodes": self._open_episodes}
-        return [mode for mode in MODES if able[mode] is not None]
+        """Return the available modes."""
+        sources = {"real": self.real, "dream": self.dream, "both": self.both, "episodes": self._open_episodes}
+        return [mode for mode in MODES if sources[mode] is not None]
 
     def wait_seconds(self) -> float:
-        """Until the next step is due: 0 for now, much where nothing will happen by itself."""
+        """Return the seconds until the next step is due; NEVER if it needs user input."""
         if self.paused or self.asking:
             return NEVER
         now = self._clock()
-        if self.moment.done:
+        if self.current.done:
             return max(0.0, self.options.end_hold - (now - self._last_step))
         due = max(0.0, 1.0 / self.fps - (now - self._last_step))
         if not self.waits_for_keys:
             return due
-        strike = self.keyboard.seconds_to_strike(now)
-        return NEVER if strike is None else max(due, strike)
+        key_due = self.keyboard.seconds_until_due(now)
+        return NEVER if key_due is None else max(due, key_due)
 
     def advance(self) -> bool:
-        """Make one step if there is one to make; whether there was."""
+        """Make one step if possible; returns whether it was made."""
         if self.asking:
             return False
-        if self.moment.done:
+        if self.current.done:
             self._begin_episode()
             return True
         action = self._action()
         if action is None:
             return False
-        self._arrive(self.source.step(action))
+        self._set_frame(self.source.step(action))
         return True
 
     def _action(self) -> np.ndarray | None:
         if self.control == "agent" or self.mode == "episodes":
             return self.source.agent_action()
         if not self.waits_for_keys:
-            return self.keymap.action(self.keyboard.down())
-        struck = self.keyboard.struck(self._clock())
-        return self.keymap.action(struck) if struck else None
+            return self.keymap.action(self.keyboard.held())
+        keys = self.keyboard.due(self._clock())
+        return self.keymap.action(keys) if keys else None
 
-    def _arrive(self, moment: Moment) -> None:
-        self.moment = moment
+    def _set_frame(self, frame: Frame) -> None:
+        self.current = frame
         self._last_step = self._clock()
-        self.keyboard.stepped()
-        self.acknowledged = self._heard
-        if moment.is_first:
+        self.keyboard.clear_taps()
+        self.acknowledged = self._received
+        if frame.is_first:
             self.step, self.episode_return = 0, 0.0
         else:
             self.step += 1
-            self.episode_return = (self.episode_return or 0.0) + moment.reward
+            self.episode_return = (self.episode_return or 0.0) + frame.reward
         if self.mode == "episodes" and self.episodes is not None:
             self.step, self.episode_return = self.episodes.position, self.episodes.return_so_far()
-        self.numbers = {} if moment.done else self.source.think()
-        self.keeping.add(moment, self.frame)
+        self.policy_values = {} if frame.done else self.source.inspect()
+        self.recordings.add(frame, self.image)
         if self.asking:
             self._changed("keep this episode?")
 
     def _begin_episode(self) -> None:
-        self.keeping.begin_episode(fps=self.fps, label=self.mode)
-        self._arrive(self.source.reset())
+        self.recordings.begin_episode(fps=self.fps, label=self.mode)
+        self._set_frame(self.source.reset())
 
-    # ---------------------------------------------------------------- what to show
+    # --- Display ---
 
     def panels(self) -> list[Panel]:
         return self.source.panels(self.parts)
 
-    def frame(self) -> np.ndarray:
-        """(H, W, 3) uint8: panels and, if it is on, the header, as one picture."""
+    def image(self) -> np.ndarray:
+        """Return (H, W, 3) uint8: panels and, if enabled, the header as one image."""
         return compose(self.panels(), self.header() if self.show_header else ())
 
     def header(self) -> list[tuple[str, str]]:
-        """Name and value as text, in the order to show them."""
-        moment = self.moment
+        """Return (name, value as text) in display order."""
+        frame = self.current
         fields = {
             "step": str(self.step),
-            "action": "–" if moment.action is None else self.keymap.name(moment.action),
-            "reward": number(moment.reward),
+            "action": "–" if frame.action is None else self.keymap.name(frame.action),
+            "reward": number(frame.reward),
             "return": "–" if self.episode_return is None else number(self.episode_return),
         }
-        more = {**self.numbers, **moment.extra}
+        more = {**self.policy_values, **frame.extra}
         for name in ("value", "entropy"):
             fields[name] = number(more.pop(name)) if name in more else "–"
-        fields["done"] = "terminated" if moment.terminated else "truncated" if moment.truncated else "no"
+        fields["done"] = "terminated" if frame.terminated else "truncated" if frame.truncated else "no"
         return [*fields.items(), *((name, number(value)) for name, value in more.items())]
 
     def status(self) -> dict[str, Any]:
-        """Everything about the session that is not a frame."""
+        """Return the state of the session except the frame, for JSON."""
         return {
             "mode": self.mode,
             "modes": self.modes(),
@@ -207,20 +207,20 @@ class PlaySession:
             "header": self.show_header,
             "wait": self.waits_for_keys,
             "save": self.options.save,
-            "recording": self.keeping.recording is not None,
-            "files": [file.name for file in self.keeping.files],
+            "recording": self.recordings.recording is not None,
+            "files": [file.name for file in self.recordings.files],
             "message": self.message,
             "episodes": self.episodes.status() if self.mode == "episodes" and self.episodes else None,
         }
 
-    # ---------------------------------------------------------------- requests
+    # --- Commands ---
 
     def do(self, command: Command) -> None:
-        """Carry out a request. What cannot be done is said in `message`; nothing is raised for it."""
-        self._heard = max(self._heard, command.id or 0)
+        """Execute a command. A LabError is shown in `message` and not raised."""
+        self._received = max(self._received, command.id or 0)
         self._try(command.name, command.value)
-        if not self.keyboard.tapped:  # no step will answer for it
-            self.acknowledged = self._heard
+        if not self.keyboard.tapped:  # no later step is needed to show its effect
+            self.acknowledged = self._received
 
     def _try(self, name: str, value: Any) -> None:
         try:
@@ -235,15 +235,15 @@ class PlaySession:
             self._try(*REPLAY_CONTROLS[key][:2])
         elif key in CONTROLS:
             self._try(*CONTROLS[key][:2])
-        elif key in self.keymap.known() and self.control == "human":
+        elif key in self.keymap.known_keys() and self.control == "human":
             self.keyboard.press(key, self._clock())
             if self.paused or self.asking:
-                self.keyboard.stepped()  # it is held for a single step, and nothing more
-            elif self.waits_for_keys and self.keyboard.tapped and not self.moment.done:
-                self.advance()  # a step for each tap, however quickly they come
+                self.keyboard.clear_taps()  # the held key is used by a single step only
+            elif self.waits_for_keys and self.keyboard.tapped and not self.current.done:
+                self.advance()  # one step per tap, even for fast taps
 
     def _do_key_up(self, key: str) -> None:
-        self.keyboard.lift(key)
+        self.keyboard.release(key)
 
     def _do_release(self, _: None) -> None:
         self.keyboard.clear()
@@ -254,10 +254,10 @@ class PlaySession:
         self._changed("you play" if self.control == "human" else "the agent plays")
 
     def _do_mode(self, mode: str | None) -> None:
-        if mode is None:  # the next of those that can be played
-            able = [name for name in self.modes() if name != "episodes"] or [self.mode]
-            mode = able[(able.index(self.mode) + 1) % len(able)] if self.mode in able else able[0]
-        self._go(mode)
+        if mode is None:  # the next mode that can be played
+            modes = [name for name in self.modes() if name != "episodes"] or [self.mode]
+            mode = modes[(modes.index(self.mode) + 1) % len(modes)] if self.mode in modes else modes[0]
+        self._set_mode(mode)
 
     def _do_pause(self, paused: bool | None) -> None:
         self.paused = not self.paused if paused is None else paused
@@ -265,20 +265,22 @@ class PlaySession:
 
     def _do_step_once(self, _: None) -> None:
         self.paused = True
-        moved = self.advance()
-        if not moved and self.keyboard.down() and not self.asking:  # a key is held: it is the action
-            self._arrive(self.source.step(self.keymap.action(self.keyboard.down())))  # type: ignore[arg-type]
-        self._changed("" if moved or self.keyboard.down() else "hold a key: it is the action of the step")
+        stepped = self.advance()
+        if not stepped and self.keyboard.held() and not self.asking:  # use the held key as the action
+            self._set_frame(self.source.step(self.keymap.action(self.keyboard.held())))  # type: ignore[arg-type]
+        self._changed(
+            "" if stepped or self.keyboard.held() else "hold a key to choose the action of the step"
+        )
 
     def _do_reset(self, _: None) -> None:
         if self.mode == "episodes" and self.episodes is not None:
-            self._arrive(self.episodes.rewind())
+            self._set_frame(self.episodes.rewind())
         else:
             self._begin_episode()
 
     def _do_speed(self, fps: float) -> None:
         self.fps = min(max(fps, SLOWEST), FASTEST)
-        self._changed(f"{self.fps:.3g} steps a second")
+        self._changed(f"{self.fps:.3g} steps per second")
 
     def _do_faster(self, sign: int) -> None:
         self._do_speed(self.fps * 1.5**sign)
@@ -300,85 +302,86 @@ class PlaySession:
 
     def _do_wait(self, on: bool | None) -> None:
         self.wait = not self.wait if on is None else on
-        self._changed(
-            "a step for each key" if self.wait or self.keymap.rest is None else "time runs by itself"
-        )
+        self._changed("one step per key press" if self.wait or self.keymap.idle is None else "steps by time")
 
     def _do_record(self, on: bool | None) -> None:
-        recording = self.keeping.recording is not None
+        recording = self.recordings.recording is not None
         on = not recording if on is None else on
         if on and not recording:
-            self.keeping.start(self.moment, self.frame(), fps=self.fps, label=self.mode)
+            self.recordings.start(self.current, self.image(), fps=self.fps, label=self.mode)
             self._changed("recording")
         elif recording and not on:
-            self._saved(self.keeping.stop())
+            self._saved(self.recordings.stop())
 
     def _do_answer(self, keep: bool) -> None:
         if self.asking:
-            self._saved(self.keeping.answer(keep))
+            self._saved(self.recordings.answer(keep))
 
     def _do_seek(self, by: int) -> None:
         if self.mode == "episodes" and self.episodes is not None:
-            self._arrive(self.episodes.seek(by))
+            self._set_frame(self.episodes.seek(by))
             self._changed("")
 
     def _do_episode(self, by: int) -> None:
         if self.mode == "episodes" and self.episodes is not None:
-            self._arrive(self.episodes.move(by))
+            self._set_frame(self.episodes.move(by))
             self._changed("")
 
     def _do_split(self, split: str) -> None:
         if self.mode == "episodes" and self.episodes is not None:
-            self._arrive(self.episodes.choose(split))
+            self._set_frame(self.episodes.choose(split))
             self._changed("")
 
-    # ---------------------------------------------------------------- inside
+    # --- Private methods ---
 
-    def _go(self, mode: str) -> None:
+    def _set_mode(self, mode: str) -> None:
         if mode not in self.modes():
-            raise LabError(UNABLE[mode])
+            raise LabError(UNAVAILABLE[mode])
         if mode == self.mode:
             return
-        moment = self._enter(mode)
+        frame = self._first_frame(mode)
         self.mode = mode
         self.keyboard.clear()
-        self.keeping.begin_episode(fps=self.fps, label=mode)
-        self._arrive(moment)
+        self.recordings.begin_episode(fps=self.fps, label=mode)
+        self._set_frame(frame)
         self._changed({"both": "side by side"}.get(mode, mode))
 
-    def _enter(self, mode: str) -> Moment:
-        """The first moment there. A dream goes on from where the real environment stands, if it stands anywhere."""
+    def _first_frame(self, mode: str) -> Frame:
+        """Return the first frame of a mode.
+
+        A dream continues from the real environment if an episode is running.
+        """
         if mode == "episodes":
             assert self._open_episodes is not None
             self.episodes = self.episodes or self._open_episodes()
-            return self.episodes.look()
+            return self.episodes.frame()
         real = self.real
         if real is not None and real.rows and not real.ended:
             if mode == "real":
-                return Moment(real.observation())
+                return Frame(real.observation())
             if mode == "dream" and self.dream is not None:
-                return self.dream.begin(real.batch())
+                return self.dream.start_from(real.batch())
             if mode == "both" and self.both is not None:
-                return self.both.join()
+                return self.both.restart_prediction()
         found: Source = getattr(self, mode)
         return found.reset()
 
     def _set_horizon(self, steps: int) -> None:
         self.horizon = steps
         if self.dream is not None:
-            self.dream.dreams.horizon = steps
+            self.dream.imagined.horizon = steps
         if self.both is not None:
             self.both.horizon = steps
 
     def _saved(self, files: list[Path]) -> None:
-        self._changed(f"saved {', '.join(file.name for file in files)}" if files else "not kept")
+        self._changed(f"saved {', '.join(file.name for file in files)}" if files else "not saved")
 
     def _changed(self, message: str) -> None:
         self.message = message
         self.changes += 1
 
     def close(self) -> None:
-        """Finish an open recording and end the environment."""
-        self.keeping.close()
+        """Finish an open recording and close the environment."""
+        self.recordings.close()
         if self.real is not None:
             self.real.close()

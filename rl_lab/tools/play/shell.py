@@ -1,6 +1,6 @@
-"""What play.sh runs: the short flags of IRIS' script, where `-h` means the header (`--help` is help).
+"""Entry point of play.sh with the short flags of IRIS' script: `-h` is the header, `--help` is help.
 
-python -m rl_lab.tools.play.shell [RUN] [-w|-a|-e] [-r] [-h] [-s] [-f FPS] [anything that rl-lab play takes]
+python -m rl_lab.tools.play.shell [RUN] [-w|-a|-e] [-r] [-h] [-s] [-f FPS] [options of rl-lab play]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SHORT = "waerhs"
 
 
 def long_flags(words: Sequence[str]) -> list[str]:
-    """`-h` and bundles such as `-wh` written out for `rl-lab play`."""
+    """Expand `-h` and bundles such as `-wh` for `rl-lab play`."""
     result: list[str] = []
     for word in words:
         if len(word) > 1 and word[0] == "-" and word[1] != "-" and set(word[1:]) <= set(SHORT):

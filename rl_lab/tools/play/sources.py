@@ -1,4 +1,4 @@
-"""The real environment: one of the run's evaluation environments, stepped by you or the agent."""
+"""Sources of play: the real environment, the world model, both side by side, and recorded episodes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ import numpy as np
 import torch
 
 from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
-from rl_lab.environments.world_model_env import Dreams
-from rl_lab.errors import ConfigError, LabError, closest
+from rl_lab.environments.world_model_env import ImaginedEpisodes
+from rl_lab.errors import ConfigError, LabError, closest, install_line
 from rl_lab.records import OBS_PREFIX, ActMode, Batch, Spec
-from rl_lab.tools.play.frame import Moment, Panel, difference, observation_picture
-from rl_lab.utils.install import install_line
+from rl_lab.tools.play.frame import Frame, Panel, difference, observation_image
 from rl_lab.workflows.base import WorldModelWorkflow
 
-RECONSTRUCTED_ROWS = (
-    4  # that the model looks at for its picture of the newest: more cost time, and hardly show
-)
-TRIES = 20  # episodes that end before a dream could start, until one of a single frame is taken
+RECONSTRUCTED_ROWS = 4  # encoded for the reconstruction of the newest row; more are slower and look the same
+TRIES = 20  # episodes that end within the context; after them a context of one row is used
 
 
 class RealSource:
-    """A vector environment of one, and the agent's memory of it.
+    """A vector environment with one evaluation environment of the run, stepped by the user or the agent.
 
-    context: rows that are kept, for a dream to start from and for the model's picture of the present
+    context: number of kept rows; a dream starts from them, and the reconstruction uses them
     """
 
     def __init__(
@@ -46,98 +43,100 @@ class RealSource:
         self.device = device
         self.sample = sample
         self.rows: deque[dict[str, np.ndarray]] = deque(maxlen=context)
-        self._seed: int | None = seed  # of the first episode; the others follow from it
+        self._seed: int | None = seed  # of the first episode; later seeds are derived from it
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._memory: dict[str, torch.Tensor] | None = None  # None: the agent has not followed this episode
-        self._choice: np.ndarray | None = None  # what the agent would do now, where it has thought
-        self._frame: np.ndarray | None = None
-        self._model: np.ndarray | None = None
+        self._policy_state: dict[str, torch.Tensor] | None = None  # None: not updated in this episode
+        self._action: np.ndarray | None = None  # the agent's action here, if it was computed
+        self._image: np.ndarray | None = None
+        self._reconstruction: np.ndarray | None = None
 
-    def reset(self) -> Moment:
+    def reset(self) -> Frame:
         obs, _ = self.environment.reset(seed=self._seed)
         self._seed = None
         self.rows.clear()
-        self._memory = None
-        self._arrived(obs, 0.0, False, False, first=True)
-        return Moment(self.observation())
+        self._policy_state = None
+        self._add_row(obs, 0.0, False, False, first=True)
+        return Frame(self.observation())
 
-    def step(self, action: np.ndarray) -> Moment:
+    def step(self, action: np.ndarray) -> Frame:
         taken = np.asarray(action, dtype=self.spec.action.dtype)
-        self._acted(taken)
+        self._set_action(taken)
         obs, reward, terminated, truncated, _ = self.environment.step(taken[None])
         flags = float(reward[0]), bool(terminated[0]), bool(truncated[0])
-        self._arrived(obs, *flags, first=False)
-        return Moment(self.observation(), taken, *flags)
+        self._add_row(obs, *flags, first=False)
+        return Frame(self.observation(), taken, *flags)
 
     def agent_action(self) -> np.ndarray:
-        if self._choice is None:
-            self._look()
-        assert self._choice is not None
-        return self._choice
+        if self._action is None:
+            self._act()
+        assert self._action is not None
+        return self._action
 
-    def think(self) -> dict[str, float]:
-        # It follows you only where it tells something: looking costs an act(), which for a planner is a lot. A policy
-        # that has not followed begins with fresh memory when it takes over.
+    def inspect(self) -> dict[str, float]:
+        # While the user plays, the policy runs only if it returns values here: act() is slow for a planner. A
+        # policy that did not run starts with an initial policy state when it takes over.
         if type(self.workflow).inspect_policy is WorldModelWorkflow.inspect_policy:
             return {}
-        if self._choice is None:
-            self._look()
-        assert self._memory is not None
-        return {name: float(value[0]) for name, value in self.workflow.inspect_policy(self._memory).items()}
+        if self._action is None:
+            self._act()
+        assert self._policy_state is not None
+        return {
+            name: float(value[0]) for name, value in self.workflow.inspect_policy(self._policy_state).items()
+        }
 
     def panels(self, parts: bool) -> list[Panel]:
         shown = [Panel("environment", self.rendered())]
         if parts:
-            shown.append(Panel("model input", observation_picture(self.observation())))
+            shown.append(Panel("model input", observation_image(self.observation())))
             reconstruction = self.reconstruction()
             if reconstruction is not None:
                 shown.append(Panel("reconstruction", reconstruction))
         return shown
 
     def reconstruction(self) -> np.ndarray | None:
-        """What the model makes of the newest rows; None without a decoder."""
-        if self._model is None and self.workflow.can_dream:
+        """Return the model's reconstruction of the newest row; None without a decoder."""
+        if self._reconstruction is None and self.workflow.can_dream:
             state = self.workflow.dream_start(self.batch(RECONSTRUCTED_ROWS), generator=self._generator)
             decoded = self.workflow.dream_observation(state)
             if decoded:
-                self._model = observation_picture(
+                self._reconstruction = observation_image(
                     {name: value[0].cpu().numpy() for name, value in decoded.items()}
                 )
-        return self._model
+        return self._reconstruction
 
     @property
     def ended(self) -> bool:
-        """Whether the open episode is over."""
+        """Whether the current episode has ended."""
         return bool(self.rows[-1]["terminated"] or self.rows[-1]["truncated"])
 
     def batch(self, most: int | None = None) -> Batch:
-        """The newest rows, (1, T, …) on the model's device."""
+        """Return the newest rows, (1, T, …), on the model's device."""
         rows = list(self.rows)[-(most or len(self.rows)) :]
         columns = {name: np.stack([row[name] for row in rows])[None] for name in rows[-1]}
         return Batch({name: torch.as_tensor(value).to(self.device) for name, value in columns.items()})
 
     def warm_up(self, length: int) -> Batch:
-        """A fresh episode's first rows, played by the agent."""
+        """Start a new episode and return its first rows, with the agent's actions."""
         for attempt in range(TRIES + 1):
-            moment = self.reset()
+            frame = self.reset()
             wanted = min(length, self.rows.maxlen or 1) if attempt < TRIES else 1
-            while len(self.rows) < wanted and not moment.done:
-                moment = self.step(self.agent_action())
-            if not moment.done:
+            while len(self.rows) < wanted and not frame.done:
+                frame = self.step(self.agent_action())
+            if not frame.done:
                 break
         return self.batch()
 
     def close(self) -> None:
         self.environment.close()
 
-    # ---------------------------------------------------------------- inside
+    # --- Private methods ---
 
     def observation(self) -> dict[str, np.ndarray]:
         row = self.rows[-1]
         return {n.removeprefix(OBS_PREFIX): value for n, value in row.items() if n.startswith(OBS_PREFIX)}
 
-    def _arrived(
-        self, obs: dict[str, np.ndarray], reward: float, end: bool, out_of_time: bool, *, first: bool
+    def _add_row(
+        self, obs: dict[str, np.ndarray], reward: float, terminated: bool, truncated: bool, *, first: bool
     ) -> None:
         action = self.spec.action
         self.rows.append(
@@ -145,189 +144,182 @@ class RealSource:
                 **{OBS_PREFIX + name: np.array(value[0]) for name, value in obs.items()},
                 "action": np.zeros(action.shape, action.dtype),
                 "reward": np.asarray(reward, np.float32),
-                "terminated": np.asarray(end, np.bool_),
-                "truncated": np.asarray(out_of_time, np.bool_),
+                "terminated": np.asarray(terminated, np.bool_),
+                "truncated": np.asarray(truncated, np.bool_),
                 "is_first": np.asarray(first, np.bool_),
             }
         )
-        self._choice = self._frame = self._model = None
+        self._action = self._image = self._reconstruction = None
 
-    def _acted(self, action: np.ndarray) -> None:
+    def _set_action(self, action: np.ndarray) -> None:
         self.rows[-1]["action"] = action
-        if self._choice is None:
-            self._memory = None  # it has not seen this step: it begins anew when it is asked again
-        elif self._memory is not None and "action" in self._memory:
-            self._memory = {**self._memory, "action": torch.as_tensor(action[None]).to(self.device)}
+        if self._action is None:
+            self._policy_state = None  # the policy skipped this step: it restarts when it acts again
+        elif self._policy_state is not None and "action" in self._policy_state:
+            self._policy_state = {
+                **self._policy_state,
+                "action": torch.as_tensor(action[None]).to(self.device),
+            }
 
     @torch.no_grad()
-    def _look(self) -> None:
-        """The agent sees the present: its choice, and its memory after it."""
-        first = self._memory is None
-        memory = self.workflow.initial_policy_state(1) if self._memory is None else self._memory
+    def _act(self) -> None:
+        """Compute the agent's action and its next policy state."""
+        first = self._policy_state is None
+        state = self.workflow.initial_policy_state(1) if self._policy_state is None else self._policy_state
         obs = {
             name: torch.as_tensor(value[None]).to(self.device) for name, value in self.observation().items()
         }
         mode = ActMode(sample=self.sample, generator=self._generator)
         is_first = torch.tensor([first], device=self.device)
-        action, self._memory, _ = self.workflow.act(obs, memory, is_first, mode)
-        self._choice = action[0].cpu().numpy()
+        action, self._policy_state, _ = self.workflow.act(obs, state, is_first, mode)
+        self._action = action[0].cpu().numpy()
 
     def rendered(self) -> np.ndarray:
-        """(H, W, 3) uint8: as the environment draws itself, or the observation where it does not."""
-        if self._frame is None:
+        """Return (H, W, 3) uint8: the rendered environment, or the observation if it cannot be rendered."""
+        if self._image is None:
             try:
-                self._frame = self.environment.render() if self.environment.render_mode else None
-            except LabError:  # this one draws nothing
+                self._image = self.environment.frame() if self.environment.render_mode else None
+            except LabError:  # the environment cannot be rendered
                 if self.environment.closed:
                     raise
-            if self._frame is None:
-                self._frame = observation_picture(self.observation())
-        return self._frame
-
-
-# --------------------
-# A dream: the world model, stepped by you or the agent.
+            if self._image is None:
+                self._image = observation_image(self.observation())
+        return self._image
 
 
 class DreamSource:
-    """One dream.
+    """The world model, stepped by the user or the agent.
 
-    dreams: of a workflow that can dream
-    starts: rows (1, T, …) that a new dream begins with
+    imagined: one imagined episode at a time
+    starts: returns the rows (1, T, …) that a new dream starts from
     """
 
     def __init__(
-        self, dreams: Dreams, starts: Callable[[], Batch], *, sample: bool = False, seed: int = 0
+        self, imagined: ImaginedEpisodes, starts: Callable[[], Batch], *, sample: bool = False, seed: int = 0
     ) -> None:
-        self.dreams = dreams
+        self.imagined = imagined
         self.starts = starts
         self.sample = sample
-        self.workflow: Any = dreams.workflow
-        self._generator = torch.Generator(dreams.device).manual_seed(seed)
-        self._choice: np.ndarray | None = None
+        self.workflow: Any = imagined.workflow
+        self._generator = torch.Generator(imagined.device).manual_seed(seed)
+        self._action: np.ndarray | None = None
         self._obs: dict[str, np.ndarray] = {}
-        self._began: np.ndarray | None = None  # the last real frame
+        self._start_image: np.ndarray | None = None  # the last real observation
 
-    def reset(self) -> Moment:
-        return self.begin(self.starts())
+    def reset(self) -> Frame:
+        return self.start_from(self.starts())
 
-    def begin(self, batch: Batch) -> Moment:
-        """Dream on from the last of these rows."""
-        self._began = observation_picture(
+    def start_from(self, batch: Batch) -> Frame:
+        """Continue from the last of these rows."""
+        self._start_image = observation_image(
             {name: value[0, -1].cpu().numpy() for name, value in batch.obs.items()}
         )
-        self._arrived(self.dreams.start(batch))
-        return Moment(self._obs)
+        self._set_obs(self.imagined.start(batch))
+        return Frame(self._obs)
 
-    def step(self, action: np.ndarray) -> Moment:
-        taken = np.asarray(action, dtype=self.dreams.spec.action.dtype)
-        step = self.dreams.step(torch.as_tensor(taken)[None])
-        self._arrived(step.obs)
+    def step(self, action: np.ndarray) -> Frame:
+        taken = np.asarray(action, dtype=self.imagined.spec.action.dtype)
+        step = self.imagined.step(torch.as_tensor(taken)[None])
+        self._set_obs(step.obs)
         extra = {"end chance": float(step.end_chance[0])}
-        return Moment(
+        return Frame(
             self._obs, taken, float(step.reward[0]), bool(step.terminated[0]), bool(step.truncated[0]), extra
         )
 
     def agent_action(self) -> np.ndarray:
-        if self._choice is None:
+        if self._action is None:
             mode = ActMode(sample=self.sample, generator=self._generator)
-            self._choice = self.dreams.act(mode)[0].cpu().numpy()
-        return self._choice
+            self._action = self.imagined.act(mode)[0].cpu().numpy()
+        return self._action
 
-    def think(self) -> dict[str, float]:
+    def inspect(self) -> dict[str, float]:
         if type(self.workflow).inspect_policy is WorldModelWorkflow.inspect_policy:
             return {}
         self.agent_action()
         return {
-            name: float(value[0]) for name, value in self.workflow.inspect_policy(self.dreams.state).items()
+            name: float(value[0]) for name, value in self.workflow.inspect_policy(self.imagined.state).items()
         }
 
     def panels(self, parts: bool) -> list[Panel]:
-        shown = [Panel("dream", observation_picture(self._obs))]
-        if parts and self._began is not None:
-            shown.insert(0, Panel("began from", self._began))
+        shown = [Panel("dream", observation_image(self._obs))]
+        if parts and self._start_image is not None:
+            shown.insert(0, Panel("start", self._start_image))
         return shown
 
-    def _arrived(self, obs: dict[str, torch.Tensor]) -> None:
+    def _set_obs(self, obs: dict[str, torch.Tensor]) -> None:
         self._obs = {name: value[0].cpu().numpy() for name, value in obs.items()}
-        self._choice = None
-
-
-# --------------------
-# Side by side: the real environment and the model's open-loop prediction of it, from the same actions.
+        self._action = None
 
 
 class BothSource:
-    """The agent (or you) acts in the real environment; the dream gets the same actions and never looks.
+    """The real environment and the model's open-loop prediction from the same actions, side by side.
 
-    After `horizon` steps the dream begins anew from what is real, and at every new episode.
+    The prediction restarts from the real rows after `horizon` steps and at every new episode.
     """
 
-    def __init__(self, real: RealSource, dreams: Dreams, *, horizon: int) -> None:
+    def __init__(self, real: RealSource, imagined: ImaginedEpisodes, *, horizon: int) -> None:
         self.real = real
-        self.dreams = dreams
+        self.imagined = imagined
         self.horizon = horizon
-        self.age = 0  # steps since the dream last looked
-        self._dreamt: dict[str, np.ndarray] = {}
+        self.open_loop_steps = 0  # since the prediction last restarted
+        self._predicted: dict[str, np.ndarray] = {}
 
-    def reset(self) -> Moment:
+    def reset(self) -> Frame:
         self.real.warm_up(self.real.rows.maxlen or 1)
-        return self.join()
+        return self.restart_prediction()
 
-    def join(self) -> Moment:
-        """Begin the dream where the real environment stands."""
-        self._look()
-        return Moment(self.real.observation())
+    def restart_prediction(self) -> Frame:
+        """Start the prediction from the current state of the real environment."""
+        self._predict_from_real()
+        return Frame(self.real.observation())
 
-    def step(self, action: np.ndarray) -> Moment:
-        if self.age >= self.horizon:
-            self._look()
-        moment = self.real.step(action)
-        dreamt = self.dreams.step(torch.as_tensor(np.asarray(moment.action))[None])
-        self.age += 1
-        self._dreamt = {name: value[0].cpu().numpy() for name, value in dreamt.obs.items()}
-        moment.extra |= {
-            "dream reward": float(dreamt.reward[0]),
-            "end chance": float(dreamt.end_chance[0]),
+    def step(self, action: np.ndarray) -> Frame:
+        if self.open_loop_steps >= self.horizon:
+            self._predict_from_real()
+        frame = self.real.step(action)
+        predicted = self.imagined.step(torch.as_tensor(np.asarray(frame.action))[None])
+        self.open_loop_steps += 1
+        self._predicted = {name: value[0].cpu().numpy() for name, value in predicted.obs.items()}
+        frame.extra |= {
+            "dream reward": float(predicted.reward[0]),
+            "end chance": float(predicted.end_chance[0]),
             "error": self._error(),
-            "open loop": self.age,
+            "open loop": self.open_loop_steps,
         }
-        return moment
+        return frame
 
     def agent_action(self) -> np.ndarray:
         return self.real.agent_action()
 
-    def think(self) -> dict[str, float]:
-        return self.real.think()
+    def inspect(self) -> dict[str, float]:
+        return self.real.inspect()
 
     def panels(self, parts: bool) -> list[Panel]:
-        real, dreamt = observation_picture(self.real.observation()), observation_picture(self._dreamt)
-        shown = [Panel("real", real), Panel("dream", dreamt)]
+        real, predicted = observation_image(self.real.observation()), observation_image(self._predicted)
+        shown = [Panel("real", real), Panel("dream", predicted)]
         if not any(value.dtype == np.uint8 and value.ndim == 3 for value in self.real.observation().values()):
-            shown.insert(0, Panel("environment", self.real.rendered()))  # bars alone say little
+            shown.insert(0, Panel("environment", self.real.rendered()))  # vectors as bars are hard to read
         if parts:
-            shown.append(Panel("difference", difference(real, dreamt)))
+            shown.append(Panel("difference", difference(real, predicted)))
         return shown
 
-    def _look(self) -> None:
-        obs = self.dreams.start(self.real.batch())
-        self._dreamt = {name: value[0].cpu().numpy() for name, value in obs.items()}
-        self.age = 0
+    def _predict_from_real(self) -> None:
+        obs = self.imagined.start(self.real.batch())
+        self._predicted = {name: value[0].cpu().numpy() for name, value in obs.items()}
+        self.open_loop_steps = 0
 
     def _error(self) -> float:
-        """Root mean squared error over all observations, images in [0, 1]."""
+        """Return the root mean squared error over all observations, images in [0, 1]."""
         errors = []
         for name, real in self.real.observation().items():
-            if name in self._dreamt:
+            if name in self._predicted:
                 scale = 255.0 if real.dtype == np.uint8 else 1.0
-                gap = (real.astype(np.float32) - self._dreamt[name].astype(np.float32)) / scale
-                errors.append(float(np.mean(gap**2)))
+                error = (real.astype(np.float32) - self._predicted[name].astype(np.float32)) / scale
+                errors.append(float(np.mean(error**2)))
         return float(np.sqrt(np.mean(errors))) if errors else float("nan")
 
 
-# --------------------
-# Recorded episodes, replayed: media/episodes/{train,test,imagination} and media/recordings of a run.
-
+# --- Recorded episodes ---
 
 SPLITS = {
     "train": "episodes/train",
@@ -335,12 +327,12 @@ SPLITS = {
     "imagination": "episodes/imagination",
     "recordings": "recordings",
 }
-FILMS = (".mp4", ".gif")
-LONGEST = 3000  # frames that are read of a film
+VIDEOS = (".mp4", ".gif")
+LONGEST = 3000  # frames read from a video
 
 
 class EpisodesSource:
-    """One episode at a time: .npz and .pt with everything, .mp4 and .gif with pictures only."""
+    """Replays recorded episodes: .npz and .pt contain all columns, .mp4 and .gif only images."""
 
     def __init__(self, media: Path, spec: Spec, split: str | None = None) -> None:
         self.media = media
@@ -350,80 +342,80 @@ class EpisodesSource:
         self.position = 0
         self._files: list[Path] = []
         self._rows: dict[str, np.ndarray] = {}
-        self._film: np.ndarray | None = None
+        self._video: np.ndarray | None = None
         have = [name for name in SPLITS if self.files(name)]
         if split is not None and split not in SPLITS:
-            raise ConfigError(f"no kind of episodes is called '{split}'.{closest(split, SPLITS)}")
+            raise ConfigError(f"--split {split}: there is no such split.{closest(split, SPLITS)}")
         if not have or (split is not None and split not in have):
-            where = media / SPLITS[split or "test"]
+            folder = media / SPLITS[split or "test"]
             raise LabError(
-                f"no recorded episode in {where}"
+                f"{folder} has no recorded episode"
                 + (
-                    f"; there are some in {', '.join(have)}"
+                    f"; these splits have some: {', '.join(have)}"
                     if have
-                    else ": play one with -s, or evaluate with --video"
+                    else ": record one with -s, or run rl-lab eval with --video"
                 )
             )
         self.choose(split or ("test" if "test" in have else have[0]))
 
     def files(self, split: str) -> list[Path]:
-        """Episodes of a kind, by name; a film beside the same episode's data is left out."""
+        """Return the episodes of a split by name; a video is skipped if the same episode's data exist."""
         folder = self.media / SPLITS[split]
         found = [
-            file for file in folder.glob("*") if file.suffix in (*SUFFIXES, *FILMS) and file.name[0] != "."
+            file for file in folder.glob("*") if file.suffix in (*SUFFIXES, *VIDEOS) and file.name[0] != "."
         ]
-        whole = {file.stem for file in found if file.suffix in SUFFIXES}
-        return sorted(file for file in found if file.suffix in SUFFIXES or file.stem not in whole)
+        with_data = {file.stem for file in found if file.suffix in SUFFIXES}
+        return sorted(file for file in found if file.suffix in SUFFIXES or file.stem not in with_data)
 
-    def choose(self, split: str, index: int = 0) -> Moment:
-        """Go to an episode; LabError where there is none of that kind."""
+    def choose(self, split: str, index: int = 0) -> Frame:
+        """Open an episode; LabError if the split has none."""
         files = self.files(split)
         if not files:
-            raise LabError(f"no recorded episode in {self.media / SPLITS[split]}")
+            raise LabError(f"{self.media / SPLITS[split]} has no recorded episode")
         index %= len(files)
-        rows, film = self._read(files[index])
+        rows, video = self._read(files[index])
         self.split, self._files, self.index, self.position = split, files, index, 0
-        self._rows, self._film = rows, film
-        return self.look()
+        self._rows, self._video = rows, video
+        return self.frame()
 
-    def reset(self) -> Moment:
-        """The next episode."""
+    def reset(self) -> Frame:
+        """Open the next episode."""
         return self.choose(self.split, self.index + 1)
 
-    def move(self, by: int) -> Moment:
-        """An episode forward or back."""
+    def move(self, by: int) -> Frame:
+        """Move forward or back by `by` episodes."""
         return self.choose(self.split, self.index + by)
 
-    def rewind(self) -> Moment:
+    def rewind(self) -> Frame:
         return self.seek(-self.length)
 
-    def seek(self, by: int) -> Moment:
+    def seek(self, by: int) -> Frame:
         self.position = min(max(0, self.position + by), self.length - 1)
-        return self.look()
+        return self.frame()
 
-    def step(self, action: np.ndarray) -> Moment:
-        """One step on, whatever the action."""
+    def step(self, action: np.ndarray) -> Frame:
+        """Move one step forward; the action is ignored."""
         return self.seek(1)
 
     def agent_action(self) -> np.ndarray:
-        """What was done here; it is recorded already, so nothing follows from it."""
+        """Return a placeholder: a recorded episode ignores the action."""
         return np.zeros(self.spec.action.shape, self.spec.action.dtype)
 
-    def think(self) -> dict[str, float]:
+    def inspect(self) -> dict[str, float]:
         return {}
 
     @property
     def length(self) -> int:
-        return len(self._film) if self._film is not None else len(self._rows["reward"])
+        return len(self._video) if self._video is not None else len(self._rows["reward"])
 
-    def look(self) -> Moment:
+    def frame(self) -> Frame:
         at = self.position
-        if self._film is not None:
+        if self._video is not None:
             action = np.zeros(self.spec.action.shape, self.spec.action.dtype) if at else None
-            return Moment({}, action, truncated=at == self.length - 1)
+            return Frame({}, action, truncated=at == self.length - 1)
         rows = self._rows
         obs = {n.removeprefix(OBS_PREFIX): value[at] for n, value in rows.items() if n.startswith(OBS_PREFIX)}
-        return Moment(
+        return Frame(
             obs,
             rows["action"][at - 1] if at else None,
             float(rows["reward"][at]),
@@ -432,16 +424,16 @@ class EpisodesSource:
         )
 
     def return_so_far(self) -> float | None:
-        """None for a film, which tells no rewards."""
-        return None if self._film is not None else float(self._rows["reward"][: self.position + 1].sum())
+        """Return the sum of rewards up to here; None for a video, which has no rewards."""
+        return None if self._video is not None else float(self._rows["reward"][: self.position + 1].sum())
 
     def panels(self, parts: bool) -> list[Panel]:
-        if self._film is not None:
-            return [Panel("film", self._film[self.position])]
-        return [Panel("recorded", observation_picture(self.look().obs))]
+        if self._video is not None:
+            return [Panel("video", self._video[self.position])]
+        return [Panel("recorded", observation_image(self.frame().obs))]
 
     def status(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return split, file and position."""
         return {
             "split": self.split,
             "name": self._files[self.index].name,
@@ -452,15 +444,15 @@ class EpisodesSource:
         }
 
     def _read(self, file: Path) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        if file.suffix in FILMS:
-            return {}, read_film(file)
+        if file.suffix in VIDEOS:
+            return {}, read_video(file)
         files = EpisodeFiles([file], self.spec)
         _, rows = next(iter(files.pieces(self.spec.row_columns())))
         return {name: np.asarray(value)[0] for name, value in rows.items()}, None
 
 
-def read_film(file: Path) -> np.ndarray:
-    """(T, H, W, 3) uint8 of an mp4 or GIF."""
+def read_video(file: Path) -> np.ndarray:
+    """Read an mp4 or GIF as (T, H, W, 3) uint8."""
     frames: list[np.ndarray] = []
     try:
         if file.suffix == ".gif":
@@ -478,7 +470,7 @@ def read_film(file: Path) -> np.ndarray:
     except (OSError, RuntimeError, ValueError, SyntaxError) as error:
         raise LabError(f"{file} cannot be read: {str(error).strip()[:200]}") from error
     if not frames:
-        raise LabError(f"{file} holds no frame")
+        raise LabError(f"{file} contains no frame")
     return np.stack(frames)
 
 

@@ -1,4 +1,7 @@
-"""The page, its WebSocket and its downloads: Starlette on uvicorn. Who may come in is in tools/web_access.py."""
+"""`rl-lab play --web`: page, WebSocket and downloads with Starlette on uvicorn.
+
+Web_access.py controls access.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from rl_lab.errors import LabError, MissingPackageError
+from rl_lab.errors import LabError, MissingPackageError, install_line
 from rl_lab.run_folder import RunFolder
 from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, control_legend, show
 from rl_lab.tools.play.session import PlaySession
 from rl_lab.tools.web_access import WebAccess
-from rl_lab.utils.install import install_line
 
 try:
     import uvicorn
@@ -26,7 +28,7 @@ try:
     from starlette.types import ASGIApp, Receive, Scope, Send
     from starlette.websockets import WebSocket
 
-    from rl_lab.tools.play.clients import Hub
+    from rl_lab.tools.play.clients import Clients
 except ModuleNotFoundError as error:
     raise MissingPackageError(f"--web needs the package '{error.name}': {install_line('play')}") from error
 
@@ -37,8 +39,8 @@ POLICY = (
 )
 
 
-class Gate:
-    """Answers nothing, neither page nor WebSocket, to those whom the access rule refuses."""
+class AccessMiddleware:
+    """ASGI middleware that rejects HTTP and WebSocket requests without access."""
 
     def __init__(self, app: ASGIApp, access: WebAccess) -> None:
         self.app = app
@@ -49,7 +51,7 @@ class Gate:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
-                text = "This address needs its token: open the link that rl-lab play printed.\n"
+                text = "A token is required: open the link that rl-lab play printed.\n"
                 await PlainTextResponse(text, status_code=403)(scope, receive, send)
             return
         await self.app(scope, receive, send)
@@ -62,8 +64,8 @@ class Gate:
 
 
 def make_app(session: PlaySession, about: dict[str, str], media: Path, access: WebAccess) -> ASGIApp:
-    """The application, behind its gate."""
-    hub = Hub(session, {**about, **legend(session)})
+    """Return the ASGI application with access control."""
+    clients = Clients(session, {**about, **legend(session)})
     recordings = media / "recordings"
     html = files("rl_lab.tools.play").joinpath("page.html").read_text(encoding="utf-8")
     safe = {
@@ -82,22 +84,22 @@ def make_app(session: PlaySession, about: dict[str, str], media: Path, access: W
         )
 
     async def download(request: Request) -> FileResponse | PlainTextResponse:
-        # Looked up among what is there, so that no name can lead out of the folder.
+        # Looked up among the existing files, so that no name can leave the folder.
         found = {file.name: file for file in _recordings(recordings)}.get(request.path_params["name"])
         if found is None:
             return PlainTextResponse("no such recording\n", status_code=404)
         return FileResponse(found, media_type=DOWNLOADS[found.suffix], filename=found.name, headers=safe)
 
     async def live(socket: WebSocket) -> None:
-        await hub.serve(socket)
+        await clients.serve(socket)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        hub.start()
+        clients.start()
         try:
             yield
         finally:
-            await hub.stop()
+            await clients.stop()
 
     routes = [
         Route("/", page),
@@ -105,14 +107,14 @@ def make_app(session: PlaySession, about: dict[str, str], media: Path, access: W
         Route("/recordings/{name}", download),
         WebSocketRoute("/live", live),
     ]
-    return Gate(Starlette(routes=routes, lifespan=lifespan), access)
+    return AccessMiddleware(Starlette(routes=routes, lifespan=lifespan), access)
 
 
 def legend(session: PlaySession) -> dict[str, Any]:
-    """Keys as the page shows them."""
+    """Return the keys that the page shows."""
     return {
         "keys": session.keymap.legend,
-        "action_keys": sorted(session.keymap.known()),
+        "action_keys": sorted(session.keymap.known_keys()),
         "controls": control_legend(),
         "control_keys": sorted(CONTROLS),
         "replay": [[show(key), text] for key, (_, _, text) in REPLAY_CONTROLS.items()],
@@ -135,7 +137,9 @@ def serve(
     listener = bind(host, port)
     say(f"play in a browser: {access.url(listener.getsockname()[1])}")
     if access.loopback:
-        say("only this machine can open it; from another one: ssh -L PORT:localhost:PORT, or --host 0.0.0.0")
+        say(
+            "only this machine can open it; from another machine use ssh -L PORT:localhost:PORT or --host 0.0.0.0"
+        )
     server = make_server(make_app(session, about, folder.media, access))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
@@ -148,9 +152,9 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         log_level="error",
         ws="auto",
         ws_max_size=64 * 1024,
-        ws_per_message_deflate=False,  # pictures do not shrink any more
+        ws_per_message_deflate=False,  # images are compressed already
         ws_ping_interval=10.0,
-        ws_ping_timeout=20.0,  # a page that went away without a word is freed after this
+        ws_ping_timeout=20.0,  # a lost connection is closed after this time
         timeout_graceful_shutdown=2,
         server_header=False,
     )
@@ -158,17 +162,18 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
 
 
 def bind(host: str, port: int) -> sockets.socket:
-    """A listening socket; LabError where the address cannot be had."""
+    """Return a listening socket; LabError if the address is not available."""
     try:
         family = sockets.getaddrinfo(host or "0.0.0.0", port, type=sockets.SOCK_STREAM)[0][0]
         listener = sockets.socket(family, sockets.SOCK_STREAM)
         listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(
-            128
-        )  # from now on: whoever opens the printed address waits a moment, and is not refused
+        # Listen before the URL is printed, so that an early connection waits and is not refused.
+        listener.listen(128)
     except (OSError, OverflowError) as error:
-        raise LabError(f"cannot serve on {host}:{port}: {error}; --port 0 takes a free port") from error
+        raise LabError(
+            f"--port {port}: cannot serve on {host}:{port} ({error}); --port 0 takes a free port"
+        ) from error
     return listener
 
 

@@ -1,4 +1,4 @@
-"""`rl-lab report RUN…`: pictures and one self-contained HTML page, from what lies in the run folders."""
+"""`rl-lab report RUN…`: figures and one self-contained HTML page from run folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_lab.errors import LabError
 from rl_lab.run_folder import RunFolder
 from rl_lab.tools.report.figures import draw_learning_curve, draw_time
 from rl_lab.tools.report.page import Page, Section, write_page
-from rl_lab.tools.report.runs import RunData, find_runs, load_readable, why_not
+from rl_lab.tools.report.runs import RunData, find_runs, load_readable, plot_problem
 from rl_lab.tools.report.sections import (
     config_section,
     facts,
@@ -29,13 +29,13 @@ from rl_lab.tools.report.sections import (
 EPILOG = """examples:
   rl-lab report                                     the newest run, or the newest sweep
   rl-lab report outputs/multirun/2026-11-15/14-30-05   every seed of a sweep, with bands
-  rl-lab report RUN RUN RUN --by workflow           runs of one workflow are seeds of one thing
+  rl-lab report RUN RUN RUN --by workflow           runs of one workflow count as seeds of one method
   rl-lab report --serve --port 8000 outputs         a live page over all runs below a folder
-  rl-lab report --dream RUN RUN --horizon 30        what their world models predict, side by side"""
+  rl-lab report --dream RUN RUN --horizon 30        compare the predictions of their world models"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from rl_lab.tools.dream_report.command import add_arguments as add_dream_arguments
+    from rl_lab.tools.dream_report import add_arguments as add_dream_arguments
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
@@ -43,44 +43,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="run folders, or a folder above several (default: the newest run)",
+        help="run folders, or a parent folder of several (default: the newest run)",
     )
     parser.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
-        help="where to write (default: RUN/report; ./report for several runs)",
+        help="output folder (default: RUN/report; ./report for several runs)",
     )
     parser.add_argument(
         "--by",
         choices=("config", "experiment", "workflow"),
         default="config",
-        help="what runs must share to count as seeds of one thing (default: all of their config)",
+        help="what runs must share to count as seeds of one method (default: the complete config)",
     )
     parser.add_argument(
         "--keys",
         nargs="+",
         metavar="KEY",
-        help="draw these metrics only; patterns such as 'train/*' are allowed",
+        help="plot only these metrics; patterns such as 'train/*' are allowed",
     )
-    parser.add_argument("--output-root", metavar="DIR", help="where to look for the newest run")
-    served = parser.add_argument_group("a live page")
-    served.add_argument("--serve", action="store_true", help="serve the page, and keep it up to date")
+    parser.add_argument("--output-root", metavar="DIR", help="folder in which the newest run is searched")
+    served = parser.add_argument_group("live page")
+    served.add_argument("--serve", action="store_true", help="serve the page and update it")
     served.add_argument("--port", type=int, default=8000)
     served.add_argument(
-        "--host", default="127.0.0.1", help="any other than this machine's own needs the token"
+        "--host", default="127.0.0.1", help="address to serve on; any but loopback needs a token"
     )
-    served.add_argument("--token", help="a secret of your own (default: made and printed where it is needed)")
-    add_dream_arguments(parser.add_argument_group("a dream report"))
+    served.add_argument("--token", help="your own token (default: generated and printed if one is needed)")
+    add_dream_arguments(parser.add_argument_group("dream report"))
 
 
 def main(args: argparse.Namespace) -> int:
     if args.dream and args.serve:
-        raise LabError(
-            "--dream and --serve are two things: a dream report is written once, and served by no one"
-        )
+        raise LabError("--dream cannot be combined with --serve: a dream report is a static page")
     if args.dream:
-        from rl_lab.tools.dream_report.command import run as dream_report
+        from rl_lab.tools.dream_report import run as dream_report
 
         return dream_report(args)
     if args.serve:
@@ -108,28 +106,28 @@ def write_report(
     keys: Sequence[str] | None = None,
     output_root: str | None = None,
     by: str = "config",
-    say: Callable[[str], None] | None = None,  # about runs that cannot be drawn; None: on stderr
+    say: Callable[[str], None] | None = None,  # called for runs that cannot be plotted; None: print to stderr
 ) -> list[Path]:
-    """Write pictures and page; returns their paths, the page first and the learning curve second."""
+    """Write figures and page; returns their paths, the page first and the learning curve second."""
     found = find_runs(runs, output_root)
     folder = Path(out) if out is not None else (found[0].report if len(found) == 1 else Path("report"))
     page, left_out = page_of_runs(found, folder, by, keys)
     for sentence in left_out:
-        (say or _complain)(f"left out: {sentence}")
+        (say or _print_error)(f"left out: {sentence}")
     index = write_page(page, folder / "index.html")
     return [index, *(plot for section in page.sections for plot in section.plots)]
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     print(text, file=sys.stderr)
 
 
 def page_of_runs(
     folders: Sequence[RunFolder], folder: Path, by: str = "config", keys: Sequence[str] | None = None
 ) -> tuple[Page, list[str]]:
-    """The page over all runs that can be drawn, and one sentence about each of the others, which the page has too.
+    """Return the page of all runs that can be plotted, and one sentence about each of the others.
 
-    LabError if there is no other run.
+    LabError if no run can be plotted.
     """
     runs, left_out = load_readable(folders, by)
     page = None
@@ -140,7 +138,7 @@ def page_of_runs(
         except LabError:  # about --keys, not about a run
             raise
         except Exception:
-            drawable, bad = _try_each(runs)
+            drawable, bad = _plot_each(runs)
             if not bad:
                 raise
             left_out |= bad
@@ -148,14 +146,14 @@ def page_of_runs(
             page = build_page(runs, folder, keys) if runs else None
     if page is None:
         sentence, cause = next(iter(left_out.items()))
-        more = f"; {len(left_out) - 1} more runs cannot be drawn either" if len(left_out) > 1 else ""
+        more = f"; {len(left_out) - 1} more runs cannot be plotted either" if len(left_out) > 1 else ""
         raise LabError(sentence + more) from cause
     page.sections[:0] = left_out_section(list(left_out))
     return page, list(left_out)
 
 
-def _try_each(runs: Sequence[RunData]) -> tuple[list[RunFolder], dict[str, Exception]]:
-    """Draw every run on its own: those that can be drawn, and of each other one a sentence and what it comes from."""
+def _plot_each(runs: Sequence[RunData]) -> tuple[list[RunFolder], dict[str, Exception]]:
+    """Plot every run separately; returns the runs that can be plotted, and sentence -> error of the others."""
     drawable, bad = [], {}
     with tempfile.TemporaryDirectory(prefix="rl_lab_report_") as scratch:
         for run in runs:
@@ -163,12 +161,12 @@ def _try_each(runs: Sequence[RunData]) -> tuple[list[RunFolder], dict[str, Excep
                 build_page([run], Path(scratch))
                 drawable.append(run.folder)
             except Exception as error:
-                bad[why_not(run.folder, error)] = error
+                bad[plot_problem(run.folder, error)] = error
     return drawable, bad
 
 
 def build_page(runs: Sequence[RunData], folder: Path, keys: Sequence[str] | None = None) -> Page:
-    """Draw every picture into `folder` and lay out the page."""
+    """Draw every figure into `folder` and assemble the page."""
     summaries = [run.summary for run in runs]
     page = Page(
         title=title(runs), subtitle=subtitle(runs), facts=facts(summaries[0]) if len(runs) == 1 else ()
@@ -177,7 +175,7 @@ def build_page(runs: Sequence[RunData], folder: Path, keys: Sequence[str] | None
     drawn = draw_learning_curve(runs, curve)
     note = "" if drawn else "No episode has ended yet."
     if drawn and len({run.group for run in runs}) < len(runs):
-        note = "Strong lines are the mean over seeds, bands its 95 % bootstrap interval, thin lines single seeds."
+        note = "Thick lines: mean over seeds; bands: its 95 % bootstrap interval; thin lines: single seeds."
     page.sections.append(Section("Learning curve", note=note, plots=[curve]))
     page.sections.append(Section("Runs", tables=[headline(runs, summaries)]))
     page.sections += score_section(runs, folder)

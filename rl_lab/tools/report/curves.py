@@ -1,4 +1,4 @@
-"""Curves of runs: read from `metrics.jsonl`, smoothed, and combined over seeds."""
+"""Metric curves of runs: reading `metrics.jsonl`, smoothing, and averaging over seeds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from rl_lab.tools import statistics
 from rl_lab.utils.files import read_jsonl
 
-# Fields of a line that are not metrics: what a curve can be drawn over.
+# Fields of a line that are not metrics; a curve can be plotted over any of them.
 COUNTERS = ("step", "frames", "updates", "time")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over a counter, in ascending order of it; infinities and NaN are kept as NaN."""
+    """Values over a counter, sorted by it; infinities and NaN are stored as NaN."""
 
     x: np.ndarray  # (n,)
     y: np.ndarray  # (n,)
@@ -27,14 +27,14 @@ class Curve:
         return len(self.x)
 
     def finite(self) -> Curve:
-        """Without the points that have no value."""
+        """Return the curve without NaN points."""
         kept = np.isfinite(self.y)
         return Curve(self.x[kept], self.y[kept])
 
 
 @dataclass(frozen=True)
 class Band:
-    """Several curves as one: their mean and its interval, where all of them have values."""
+    """Mean of several curves and its interval, over the range that all of them cover."""
 
     x: np.ndarray  # (n,)
     mean: np.ndarray  # (n,)
@@ -45,22 +45,22 @@ class Band:
 
 @dataclass
 class Metrics:
-    """All lines of one run."""
+    """All log lines of one run."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path) -> Metrics:
-        """Lines of the file; a missing file has none, and a torn last line is left out."""
+        """Read the lines of the file; a missing file has none, and an incomplete last line is skipped."""
         return cls(read_jsonl(path) if path.is_file() else [])
 
     def names(self) -> list[str]:
-        """Names of numbers that were logged, without the counters, sorted."""
+        """Return the names of the logged metrics, without the counters, sorted."""
         found = {key for row in self.rows for key, value in row.items() if _is_number(value)}
         return sorted(found - set(COUNTERS))
 
     def curve(self, key: str, over: str = "step") -> Curve:
-        """One metric over a counter. Of several values at the same count the last one stays."""
+        """Return one metric over a counter. Of several values at the same count the last is kept."""
         points: dict[float, float] = {}
         for row in self.rows:
             if _is_number(row.get(key)) and _is_number(row.get(over)):
@@ -70,14 +70,14 @@ class Metrics:
         return Curve(x, np.array([points[at] for at in x], dtype=np.float64))
 
     def last(self, key: str) -> float | None:
-        """The last finite value of a metric or counter; None when there is none."""
+        """Return the last finite value of a metric or counter; None if there is none."""
         for row in reversed(self.rows):
             if _is_number(row.get(key)) and np.isfinite(row[key]):
                 return float(row[key])
         return None
 
     def best(self, key: str) -> tuple[float, float] | None:
-        """(value, step) of the greatest value of a metric."""
+        """Return (value, step) of the largest value of a metric."""
         curve = self.curve(key).finite()
         if not len(curve):
             return None
@@ -85,9 +85,9 @@ class Metrics:
         return float(curve.y[at]), float(curve.x[at])
 
     def seconds(self) -> float | None:
-        """Wall time from the first line to the last, without pauses between a stop and a resume.
+        """Return the wall time from the first line to the last, without pauses between a stop and a resume.
 
-        A gap counts as a pause when it is far longer than the lines around it usually are apart.
+        A gap counts as a pause if it is longer than 20 median gaps and than 10 minutes.
         """
         times = [float(row["time"]) for row in self.rows if _is_number(row.get("time"))]
         gaps = np.maximum(np.diff(times), 0.0)
@@ -98,7 +98,7 @@ class Metrics:
 
 
 def smooth(curve: Curve, window: int) -> Curve:
-    """A centred running mean over `window` points; at the ends over those that there are."""
+    """Return the centred running mean over `window` points; the window is truncated at the ends."""
     curve = curve.finite()
     if window <= 1 or len(curve) < 3:
         return curve
@@ -110,15 +110,15 @@ def smooth(curve: Curve, window: int) -> Curve:
 
 
 def smoothing_window(points: int) -> int:
-    """How many points a smoothed line looks at: 5 % of the curve, none for a short one."""
+    """Return the window for `smooth`: 5 % of the points, or 1 for a short curve."""
     return 1 if points < 30 else max(3, points // 20)
 
 
 def combine(curves: Sequence[Curve], *, points: int = 300, level: float = statistics.LEVEL) -> Band | None:
-    """Seeds as one curve: their mean, and its bootstrap interval at each point.
+    """Average the curves of several seeds, with a bootstrap interval at each point.
 
-    Values are interpolated linearly, and only between the first and the last step that *every* curve has: a
-    seed that stopped early does not change what the mean is a mean of. None when there is no such stretch.
+    Values are interpolated linearly, and only over the steps that *every* curve covers: a seed that stopped
+    early does not change which seeds the mean contains. None if there are no such steps.
     """
     x = common_steps(curves, points)
     if x is None:
@@ -128,7 +128,7 @@ def combine(curves: Sequence[Curve], *, points: int = 300, level: float = statis
 
 
 def common_steps(curves: Sequence[Curve], points: int = 300) -> np.ndarray | None:
-    """Steps, (n,), that lie within every curve; None where there are none."""
+    """Return the steps, (n,), that every curve covers; None if there are none."""
     curves = [kept for kept in (curve.finite() for curve in curves) if len(kept)]
     if not curves:
         return None
@@ -138,12 +138,12 @@ def common_steps(curves: Sequence[Curve], points: int = 300) -> np.ndarray | Non
         return None
     own = np.unique(np.concatenate([curve.x for curve in curves]))
     own = own[(own >= start) & (own <= end)]
-    # Few points: the runs' own ones, so that nothing is drawn where nothing was measured.
+    # For few points use the logged steps, so that nothing is plotted where nothing was measured.
     return own if len(own) <= points else np.linspace(start, end, points)
 
 
 def values_at(curves: Sequence[Curve], x: np.ndarray) -> np.ndarray:
-    """Every curve that has values, at the given steps: (runs, n)."""
+    """Return every curve that has values at the given steps: (runs, n)."""
     kept = [curve for curve in (curve.finite() for curve in curves) if len(curve)]
     return np.stack([np.interp(x, curve.x, curve.y) for curve in kept])
 

@@ -1,26 +1,15 @@
-"""The curves of a report: returns by task, and one little panel for every metric."""
+"""Figures of a report: learning curves by task, small multiples of all metrics, and timing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_lab.tools.figure_style import (
-    COLORS,
-    color_of,
-    colors,
-    cut,
-    figure_file,
-    legend,
-    name_legend,
-    say_nothing,
-    step_axis,
-    value_axis,
-)
 from rl_lab.tools.report.curves import Curve, combine, smooth, smoothing_window
 
 if TYPE_CHECKING:
@@ -30,12 +19,116 @@ if TYPE_CHECKING:
     from rl_lab.tools.report.runs import RunData
 
 
-MOST_PANELS = 48  # in one picture of small multiples
+# --------------------
+# Style and helpers shared by all figures; uses matplotlib's object interface, so no window is opened.
+
+
+# Okabe and Ito's palette (2008), which is safe for colour-blind readers, darkest first.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
+DPI = 144
+INK, SOFT = "#24292e", "#6a7077"
+DASHED = (0, (3, 1.5))
+LOG_RANGE = 1e3  # a positive metric with a larger range is drawn on a logarithmic axis
+
+_STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#9aa0a6",
+    "axes.grid": True,
+    "axes.labelcolor": "#4a4f55",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "font.size": 9,
+    "grid.color": "#e6e8eb",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "lines.solid_capstyle": "round",
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
+
+
+@contextmanager
+def figure_file(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """Create a figure of `width` × `height` inches; the context writes it to `path` as PNG on exit."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI, format="png")
+
+
+def colors() -> Iterator[str]:
+    """Cycle through the palette."""
+    while True:
+        yield from COLORS
+
+
+def color_of(names: Sequence[str]) -> dict[str, str]:
+    return dict(zip(names, colors()))
+
+
+def cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def step_axis(axes: Axes, ticks: int = 6) -> None:
+    """Label the x axis with 20k and 1M."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(ticks))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.margins(x=0.02)
+
+
+def value_axis(axes: Axes, values: Sequence[np.ndarray]) -> None:
+    """Make the y axis logarithmic if all values are positive and their range exceeds LOG_RANGE."""
+    together: Any = np.concatenate(values) if values else np.ones(1)
+    if together.min() > 0 and together.max() / together.min() > LOG_RANGE:
+        axes.set_yscale("log")
+    elif not values:
+        show_placeholder(axes, "no finite value")
+
+
+def show_placeholder(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, color=SOFT)
+    axes.tick_params(labelbottom=False, labelleft=False)
+    axes.grid(False)
+
+
+def name_legend(
+    figure: Figure, named: dict[str, str], place: Any = "outside upper left", dashed: Sequence[str] = ()
+) -> None:
+    """Add a legend of names by colour; names in `dashed` get a dashed line."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=color, linewidth=2, linestyle=DASHED if name in dashed else "-")
+        for name, color in named.items()
+    ]
+    legend(figure, handles, list(named), place)
+
+
+def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], place: Any) -> None:
+    """Add a legend with as many columns as fit: one wider than the figure would squeeze the axes."""
+    labels = [cut(label, 100) for label in labels]
+    letters = 14 * figure.bbox.width / figure.figure.dpi  # that fit in one line at this font size
+    columns = max(1, int(letters // (max(map(len, labels), default=1) + 8)))
+    figure.legend(handles, labels, loc=place, ncols=min(columns, len(labels)), fontsize=8)
+
+
+MOST_PANELS = 48  # in one figure of small multiples
 TRAINING, EVALUATION = "collect/return_mean", "eval/return_mean"
 
 
 def draw_learning_curve(runs: Sequence[RunData], path: Path) -> bool:
-    """Returns over environment steps, a panel for each task: training as a light line, evaluation as a strong one."""
+    """Plot returns over environment steps, one panel per task: training thin, evaluation thick."""
     tasks = list(dict.fromkeys(run.task.full_name for run in runs))
     named = color_of(
         list(groups_of(runs)) if len(tasks) == 1 else list(dict.fromkeys(r.method for r in runs))
@@ -68,7 +161,7 @@ def draw_learning_curve(runs: Sequence[RunData], path: Path) -> bool:
 
 
 def _draw_task(axes: Axes, runs: Sequence[RunData], named: dict[str, str]) -> bool:
-    """Runs of one task; each group in its own colour, or in its method's."""
+    """Plot the runs of one task; each group in its own colour, or in that of its method."""
     drawn = False
     for group, members in groups_of(runs).items():
         color = named[group] if group in named else named[members[0].method]
@@ -86,13 +179,13 @@ def _draw_task(axes: Axes, runs: Sequence[RunData], named: dict[str, str]) -> bo
             spread = members[0].metrics.curve("eval/return_std").finite() if not several else None
             _draw_evaluation(axes, evaluation, spread, color, name)
     if not drawn:
-        say_nothing(axes, "no finished episode yet")
+        show_placeholder(axes, "no finished episode yet")
     step_axis(axes)
     return drawn
 
 
 def draw_seeds(axes: Axes, curves: Sequence[Curve], color: str, *, faint: bool, label: str | None) -> None:
-    """Each seed thin, and their mean with its 95 % interval."""
+    """Plot each seed as a thin line, and the mean with its 95 % interval."""
     curves = [curve for curve in curves if len(curve)]
     if len(curves) > 1:
         for curve in curves:
@@ -115,7 +208,7 @@ def draw_seeds(axes: Axes, curves: Sequence[Curve], color: str, *, faint: bool, 
 def _draw_evaluation(
     axes: Axes, curves: Sequence[Curve], spread: Curve | None, color: str, label: str
 ) -> None:
-    """Seeds: mean and its 95 % interval. One run: its mean and the standard deviation over episodes."""
+    """Plot the mean over seeds with its 95 % interval, or one run with its standard deviation."""
     curves = [curve for curve in curves if len(curve)]
     band = combine(curves)
     if band is None:  # seeds that never overlap
@@ -146,14 +239,14 @@ def _learning_legend(figure: Figure, axes: Axes) -> None:
     if any(label.endswith(", evaluation") for label in labels):
         handles.append(Line2D([], [], color="#808080", alpha=0.6, linewidth=1.2))
         labels.append("training, smoothed")
-    # Below the picture: a learning curve ends in the top right and starts in the bottom left.
+    # Below the axes: a learning curve starts in the bottom left and ends in the top right.
     legend(figure, handles, labels, "outside lower left")
 
 
 def draw_small_multiples(
     runs: Sequence[RunData], keys: Sequence[str], path: Path, *, full_names: bool = False
 ) -> list[str]:
-    """One little panel per metric, named without its prefix; returns the keys that were drawn."""
+    """Plot one small panel per metric, titled without its prefix; returns the plotted keys."""
     keys = keys[:MOST_PANELS]
     columns = 4  # also for fewer keys, so that panels have one size on the page
     rows = math.ceil(len(keys) / columns)
@@ -195,12 +288,14 @@ def panel_title(key: str) -> str:
     return cut(key.partition("/")[2] or key, 34)
 
 
-# --------------------
-# The picture of a report that says how fast runs were and what their time went to.
+# --- Timing ---
 
 
 def draw_time(runs: Sequence[RunData], path: Path) -> bool:
-    """How fast, over the run, and what the wall time went to; seeds together."""
+    """Plot environment steps and updates per second, and the share of wall time by section.
+
+    Seeds are averaged.
+    """
     groups = groups_of(runs)
     shares = {group: mean_shares([time_shares(run) for run in members]) for group, members in groups.items()}
     timed = [run for run in runs if len(run.metrics.curve("time/env_steps_per_second").finite())]
@@ -225,12 +320,12 @@ def draw_time(runs: Sequence[RunData], path: Path) -> bool:
 
 
 def time_shares(run: RunData) -> dict[str, float]:
-    """Section -> mean share of the wall time over the run; what no section measured is "other"."""
+    """Return section -> mean share of the wall time over the run; unmeasured time is "other"."""
     keys = [key for key in run.metrics.names() if key.startswith("time/") and key.endswith("_share")]
     lines = [row for row in run.metrics.rows if "time/env_steps_per_second" in row]
     if not keys or not lines:
         return {}
-    # A section that did not run between two lines is not in the second one: it took no time there.
+    # A section that did not run before a log line is missing in it: it took no time.
     means = {
         key.removeprefix("time/").removesuffix("_share"): float(
             np.mean([float(row.get(key) or 0.0) for row in lines])
@@ -248,7 +343,7 @@ def mean_shares(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _draw_shares(axes: Axes, shares: Mapping[str, Mapping[str, float]]) -> None:
-    """One bar per group, from its greatest section to "other"; a legend names the sections."""
+    """Draw one bar per group, from its largest section to "other", and a legend of the sections."""
     sections = list(
         dict.fromkeys(section for share in shares.values() for section in share if section != "other")
     )
@@ -268,8 +363,8 @@ def _draw_shares(axes: Axes, shares: Mapping[str, Mapping[str, float]]) -> None:
             start += value
         if len(shares) > 1:
             axes.text(0, row - 0.29, cut(group, 60), fontsize=7, va="bottom", color="#4a4f55")
-    axes.set_title("where the wall time went", loc="left", fontsize=9)
-    # A lone bar would fill the whole height.
+    axes.set_title("share of wall time", loc="left", fontsize=9)
+    # A single bar would fill the complete height.
     axes.set_ylim(max(len(shares), 2) - 0.4, -0.7 if len(shares) > 1 else -0.4)
     axes.set_xlim(0, max([1.0, *(sum(share.values()) for share in shares.values())]))
     axes.set_axis_off()

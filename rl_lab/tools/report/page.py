@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing beside it: pictures and small videos lie inside."""
+"""A report as one self-contained HTML page: figures and small videos are embedded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import quote
 from rl_lab.errors import one_line
 
 LARGEST_EMBEDDED = 2_000_000  # bytes of one file; larger ones are linked
-ALL_EMBEDDED = 24_000_000  # bytes of all media of a page; what comes later is linked
+ALL_EMBEDDED = 24_000_000  # bytes of all media of a page; further files are linked
 _TYPES = {
     ".png": "image/png",
     ".jpg": "image/jpeg",
@@ -29,7 +29,7 @@ _CSS = """
   --accent: #0072b2; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e2e6ea; --soft: #98a1ab; --line: #30363d; --page: #0d1117;
   --card: #161b22; --accent: #58a6e0; }
-  /* Plots are drawn dark on white: turn lightness around, keep the hues, let the card shine through. */
+  /* Plots are dark on white: invert the lightness, keep the hues, blend with the card. */
   img.plot { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
@@ -72,24 +72,24 @@ a { color: var(--accent); }
 
 @dataclass
 class Table:
-    """Cells are text and are escaped here; `numbers` are the columns aligned to the right."""
+    """A table. Cells are plain text and are escaped on output."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: Sequence[int] = ()
+    right: Sequence[int] = ()  # right-aligned columns
     title: str = ""
-    strong: Sequence[int] = ()  # rows that stand out
+    strong: Sequence[int] = ()  # rows in bold
 
 
 @dataclass
 class Section:
-    """One part of the page: a heading, then pictures, tables, folded texts and media, in this order."""
+    """One section of the page: a heading, then plots, tables, collapsed texts and media, in this order."""
 
     title: str
     note: str = ""
     plots: Sequence[Path] = ()
     tables: Sequence[Table] = ()
-    texts: Sequence[tuple[str, str]] = ()  # (summary, folded text)
+    texts: Sequence[tuple[str, str]] = ()  # (summary, collapsed text)
     media: Sequence[tuple[Path, str]] = ()  # (file, caption)
 
 
@@ -99,11 +99,11 @@ class Page:
     subtitle: str = ""
     facts: Sequence[tuple[str, str, str]] = ()  # (name, value, remark)
     sections: list[Section] = field(default_factory=list)
-    script: str = ""  # of a page that is served; one in a file needs none
+    script: str = ""  # only for a served page
 
 
 def write_page(page: Page, path: Path) -> Path:
-    """Write the page; links to media that are too large to embed are relative to it."""
+    """Write the page; links to media that are too large to embed are relative to its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(render_page(page, path.parent), encoding="utf-8", errors="replace")
@@ -115,7 +115,10 @@ Link = Callable[[Path], str]
 
 
 def render_page(page: Page, folder: Path, link: Link | None = None) -> str:
-    """The page as text. `folder` is where it will lie; `link` gives the address of a file that is not embedded."""
+    """Render the page as HTML. `folder`: where it will be stored.
+
+    `link`: returns the URL of a file to link.
+    """
     media = _Media(link or (lambda file: quote(os.path.relpath(file, folder))))
     facts = "".join(
         f'<div class="fact"><span>{_text(name)}</span><b>{_text(value)}</b><span>{_text(remark)}</span></div>'
@@ -156,11 +159,11 @@ def _section(section: Section, media: _Media) -> str:
         parts.append(f'<div class="card scroll"><img class="plot" alt="{name}" src="{_embed(plot)}"></div>')
     parts += [f'<div class="card scroll">{_table(table)}</div>' for table in section.tables]
     if section.texts:
-        folded = "".join(
+        collapsed = "".join(
             f"<details><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
             for title, text in section.texts
         )
-        parts.append(f'<div class="card">{folded}</div>')
+        parts.append(f'<div class="card">{collapsed}</div>')
     if section.media:
         figures = "".join(media.figure(file, caption) for file, caption in section.media)
         parts.append(f'<div class="card gallery">{figures}</div>')
@@ -171,7 +174,7 @@ def _table(table: Table) -> str:
     def row(cells: Iterable[str], tag: str, strong: bool = False) -> str:
         texts = (
             f'<{tag} class="n">{_text(cell)}</{tag}>'
-            if column in table.numbers
+            if column in table.right
             else f"<{tag}>{_text(cell)}</{tag}>"
             for column, cell in enumerate(cells)
         )
@@ -183,7 +186,7 @@ def _table(table: Table) -> str:
 
 
 class _Media:
-    """Figures of a gallery: embedded while there is room, linked after that."""
+    """Figures of a gallery: embedded up to ALL_EMBEDDED bytes, linked after that."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -194,7 +197,7 @@ class _Media:
         try:
             size = file.stat().st_size
         except OSError:
-            return f"<figure><p class='soft'>gone</p>{words}</figure>"
+            return f"<figure><p class='soft'>deleted</p>{words}</figure>"
         if size >= LARGEST_EMBEDDED or size > self._room:
             address = html.escape(self._link(file))
             return f'<figure><a href="{address}">{_text(file.name)}</a> ({size / 1e6:.1f} MB){words}</figure>'
@@ -202,7 +205,7 @@ class _Media:
         try:
             source = _embed(file)
             crisp = ' class="small"' if not is_video and _is_small(file) else ""
-        except Exception as error:  # a file that Pillow cannot read must not cost the page
+        except Exception as error:  # an unreadable file must not fail the page
             why = _text(f"{file} cannot be shown: {one_line(error)}")
             return f"<figure><p class='soft'>{why}</p>{words}</figure>"
         self._room -= size
@@ -212,12 +215,12 @@ class _Media:
 
 
 def _is_small(file: Path) -> bool:
-    """Whether a picture will be enlarged: then its pixels should stay squares."""
+    """Return whether an image is so small that the page enlarges it: then its pixels should stay sharp."""
     from PIL import Image
 
     try:
-        with Image.open(file) as picture:
-            return picture.width < 200
+        with Image.open(file) as image:
+            return image.width < 200
     except OSError:
         return False
 

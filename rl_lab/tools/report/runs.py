@@ -1,4 +1,4 @@
-"""What a report knows of a run folder: config, metrics, checkpoints, media, and which runs are seeds of one thing."""
+"""Run folders as a report reads them: config, metrics, checkpoints, media, and groups of seeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_lab.tools.published import Task
 from rl_lab.tools.report.curves import Metrics
 from rl_lab.utils.checkpoint.manifest import read_manifest
 
-# Config paths that do not make two runs different experiments.
+# Config paths that may differ between seeds of one experiment.
 OF_ONE_RUN = (
     "experiment.seed",
     "experiment.device",
@@ -27,21 +27,21 @@ OF_ONE_RUN = (
     "logging.",
     "wandb.",
 )
-# And those that do not make two methods different: what each task needs of its own.
+# Config paths that may differ between tasks of one method.
 OF_THE_TASK = ("environment.", "_dims.")
 MEDIA_SUFFIXES = (".gif", ".mp4", ".webm", ".png", ".jpg", ".jpeg")
 
 
 @dataclass
 class RunData:
-    """One run as it lies on disk now; it may still be going on."""
+    """One run as it is on disk now; it may still be training."""
 
     folder: RunFolder
     config: dict[str, Any]  # flat: dotted path -> value
     metrics: Metrics
-    label: str = ""  # of this run among those reported: unique
-    group: str = ""  # what it is one seed of: a method on a task
-    method: str = ""  # what is compared over tasks
+    label: str = ""  # unique within the report
+    group: str = ""  # a method on a task; runs of one group are its seeds
+    method: str = ""  # compared over tasks
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class RunData:
 
 @dataclass
 class Summary:
-    """The headline of a run. None: not logged."""
+    """Summary values of a run. None: not logged."""
 
     steps: int = 0
     total_steps: int | None = None
@@ -84,7 +84,10 @@ class Summary:
 
 
 def find_runs(names: Sequence[str | Path], root: str | None = None) -> list[RunFolder]:
-    """Run folders by name; a folder above several stands for all of them; no name: the newest run or sweep."""
+    """Return run folders by name; a parent folder means all runs below it.
+
+    No name: the newest run or sweep.
+    """
     if not names:
         return _newest(output_root(root))
     found: dict[Path, RunFolder] = {}
@@ -97,7 +100,7 @@ def find_runs(names: Sequence[str | Path], root: str | None = None) -> list[RunF
 
 
 def _newest(root: Path) -> list[RunFolder]:
-    """The newest run under the root; of a sweep, all of its runs."""
+    """Return the newest run under the root, or all runs of the newest sweep."""
     sweeps = sorted((root / "multirun").glob("*/*"), key=lambda folder: folder.stat().st_mtime)
     in_sweep = runs_below(sweeps[-1]) if sweeps else []
     try:
@@ -111,9 +114,9 @@ def _newest(root: Path) -> list[RunFolder]:
 
 
 def runs_below(path: Path) -> list[RunFolder]:
-    """Runs up to four folders down: a day, a sweep, a folder of sweeps, all outputs."""
+    """Return the runs up to four levels below `path` (a day, a sweep, a folder of sweeps, all outputs)."""
     files = []
-    # Unlike glob, os.walk passes over a folder that is deleted meanwhile.
+    # Unlike glob, os.walk ignores folders that are deleted during the walk.
     for place, folders, _ in os.walk(path, followlinks=True):
         if len(Path(place).relative_to(path).parts) == 4:
             folders.clear()
@@ -124,10 +127,10 @@ def runs_below(path: Path) -> list[RunFolder]:
 
 
 def load_runs(folders: Sequence[RunFolder], by: str = "config") -> list[RunData]:
-    """Read the runs and say which belong together.
+    """Read the runs and group them.
 
-    by: what makes two runs of one task the same thing but for the seed: "config" (everything they were configured
-    with), "experiment" (its name) or "workflow".
+    by: what two runs of a task must share to count as seeds of one method: "config" (everything except the
+    seed), "experiment" (its name) or "workflow".
     """
     return _group([_read_run(folder) for folder in folders], by)
 
@@ -135,21 +138,23 @@ def load_runs(folders: Sequence[RunFolder], by: str = "config") -> list[RunData]
 def load_readable(
     folders: Sequence[RunFolder], by: str = "config"
 ) -> tuple[list[RunData], dict[str, Exception]]:
-    """The runs that can be read, as `load_runs` gives them; of each other one a sentence, and what it comes from."""
+    """Return the readable runs, as `load_runs` does, and sentence -> exception of the others."""
     runs, left_out = [], {}
     for folder in folders:
         try:
             run = _read_run(folder)
-            _ = run.summary, run.task  # read here, where the run that is at fault is known
+            _ = run.summary, run.task  # computed here, so that an error is attributed to this run
             runs.append(run)
         except Exception as error:
-            left_out[why_not(folder, error)] = error
+            left_out[plot_problem(folder, error)] = error
     return _group(runs, by), left_out
 
 
-def why_not(folder: RunFolder, error: Exception) -> str:
-    """One sentence about a run that cannot be drawn, which starts with the path."""
-    return str(error) if isinstance(error, LabError) else f"{folder.path} cannot be drawn: {one_line(error)}"
+def plot_problem(folder: RunFolder, error: Exception) -> str:
+    """Return one sentence about a run that cannot be plotted; it starts with the path."""
+    return (
+        str(error) if isinstance(error, LabError) else f"{folder.path} cannot be plotted: {one_line(error)}"
+    )
 
 
 def _read_run(folder: RunFolder) -> RunData:
@@ -169,18 +174,20 @@ def _group(runs: list[RunData], by: str) -> list[RunData]:
 
 
 def _group_by_config(runs: Sequence[RunData]) -> None:
-    for attribute, apart in (("group", OF_ONE_RUN), ("method", (*OF_ONE_RUN, *OF_THE_TASK))):
+    for attribute, ignored in (("group", OF_ONE_RUN), ("method", (*OF_ONE_RUN, *OF_THE_TASK))):
         identities = [
             tuple(
-                sorted((path, str(value)) for path, value in run.config.items() if not path.startswith(apart))
+                sorted(
+                    (path, str(value)) for path, value in run.config.items() if not path.startswith(ignored)
+                )
             )
             for run in runs
         ]
         distinct = list(dict.fromkeys(identities))
         for run, identity in zip(runs, identities):
-            rivals = [runs[identities.index(other)] for other in distinct if other != identity]
-            rivals = [rival for rival in rivals if rival.name == run.name]
-            setattr(run, attribute, run.name + _distinction(run, rivals, apart))
+            others = [runs[identities.index(other)] for other in distinct if other != identity]
+            others = [other for other in others if other.name == run.name]
+            setattr(run, attribute, run.name + _distinction(run, others, ignored))
 
 
 def _group_by_name(runs: Sequence[RunData], by: str) -> None:
@@ -191,7 +198,7 @@ def _group_by_name(runs: Sequence[RunData], by: str) -> None:
 
 
 def _read_config(folder: RunFolder) -> dict[str, Any]:
-    """The config as it stands in the folder: also one of an older lab, which could not be trained on today."""
+    """Read the config without validation: a run of an older RL Lab can be reported too."""
     import yaml
 
     try:
@@ -199,12 +206,12 @@ def _read_config(folder: RunFolder) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LabError(f"{folder.config_file} cannot be read as YAML: {one_line(error)}") from error
     if not isinstance(plain, dict):
-        raise LabError(f"{folder.config_file} holds no config")
+        raise LabError(f"{folder.config_file} contains no config")
     return flatten(plain)
 
 
 def flatten(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted paths; empty mappings and lists are values."""
+    """Flatten nested mappings to dotted paths; empty mappings and lists are values."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -214,21 +221,21 @@ def flatten(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _distinction(run: RunData, rivals: Sequence[RunData], apart: tuple[str, ...]) -> str:
-    """What tells a run from others of the same experiment: as few values as do it."""
+def _distinction(run: RunData, others: Sequence[RunData], ignored: tuple[str, ...]) -> str:
+    """Return as few config values as are needed to distinguish a run from others of the same experiment."""
     texts: list[str] = []
-    paths = [path for path in config_differences([run, *rivals]) if not path.startswith((*apart, "_dims"))]
-    for path in sorted(paths, key=_tells):
+    paths = [path for path in config_differences([run, *others]) if not path.startswith((*ignored, "_dims"))]
+    for path in sorted(paths, key=_distinction_order):
         value = run.config.get(path)
-        left = [rival for rival in rivals if rival.config.get(path) == value]
-        if len(left) < len(rivals):
+        left = [other for other in others if other.config.get(path) == value]
+        if len(left) < len(others):
             texts.append(f"{path.rpartition('.')[2]}={value}")
-            rivals = left
+            others = left
     return " ".join(["", *texts])
 
 
-def _tells(path: str) -> int:
-    """The task tells most, and how long a run was least."""
+def _distinction_order(path: str) -> int:
+    """Sort key: the task first, settings of `training` last."""
     return 0 if path == "environment.task" else 2 if path.startswith("training.") else 1
 
 
@@ -241,7 +248,7 @@ def _make_unique(runs: Sequence[RunData]) -> None:
 
 
 def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
-    """Config paths whose values are not the same in all runs -> value by run (missing: None)."""
+    """Return config path -> value by run (missing: None) for paths whose values differ between runs."""
     paths = dict.fromkeys(path for run in runs for path in run.config)
     values = {path: [run.config.get(path) for run in runs] for path in paths}
     return {path: row for path, row in values.items() if any(value != row[0] for value in row)}
@@ -259,7 +266,7 @@ def summarize(run: RunData) -> Summary:
     total = run.config.get("training.total_timesteps")
     if isinstance(total, float) and not math.isfinite(total):
         raise LabError(
-            f"{run.folder.config_file} has training.total_timesteps: {total}, which is no number of steps"
+            f"{run.folder.config_file} has training.total_timesteps: {total}, which is not a number of steps"
         )
     return Summary(
         steps=steps,
@@ -278,7 +285,7 @@ def summarize(run: RunData) -> Summary:
 
 
 def _checkpoints(folder: RunFolder) -> list[str]:
-    """One line per checkpoint, from the manifests; damaged ones are named as such."""
+    """Return one line per checkpoint from the manifests; damaged ones are marked."""
     lines = []
     for file in sorted(folder.checkpoints.glob("*.json")):
         try:
@@ -304,7 +311,7 @@ def _code(folder: RunFolder) -> str:
 
 
 def newest_media(run: RunData, limit: int) -> list[Path]:
-    """Videos and pictures of a run, newest first."""
+    """Return videos and images of a run, newest first."""
     files = [
         (changed, file)
         for file, changed in files_below(run.folder.media)
@@ -315,7 +322,7 @@ def newest_media(run: RunData, limit: int) -> list[Path]:
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, float]]:
-    """Every file with its time of change, without those that are deleted meanwhile and links that lead nowhere."""
+    """Yield every file with its modification time; deleted files and broken links are skipped."""
     for place, _, names in os.walk(folder):
         for name in names:
             file = Path(place, name)

@@ -1,4 +1,4 @@
-"""How well methods did, over seeds and tasks: one score a run, and what they come to together."""
+"""Scores of methods over seeds and tasks: one per run, aggregates, and comparison with published results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_lab.tools import statistics
-from rl_lab.tools.figure_style import color_of, cut, figure_file, name_legend, step_axis
 from rl_lab.tools.published import Task, benchmarks, normalisation, published
 from rl_lab.tools.report.curves import common_steps, values_at
-from rl_lab.tools.report.figures import EVALUATION, TRAINING
+from rl_lab.tools.report.figures import (
+    EVALUATION,
+    TRAINING,
+    color_of,
+    cut,
+    figure_file,
+    name_legend,
+    step_axis,
+)
 from rl_lab.tools.report.page import Table
 from rl_lab.tools.statistics import Interval
 from rl_lab.tools.terminal import NONE, bounds, count, interval, number, short
@@ -22,18 +29,18 @@ if TYPE_CHECKING:
     from rl_lab.tools.report.runs import RunData
 
 
-WINDOW = 0.1  # the share of a run, at its end, that its score is the mean of
-FEW_TASKS = 2  # of a suite, up to which every published score gets a line with its source
+WINDOW = 0.1  # a run's score is the mean over this last part of the run
+FEW_TASKS = 2  # up to this number per suite, every published score gets a row with its source
 TITLES = {"mean": "mean", "median": "median", "iqm": "IQM", "optimality_gap": "optimality gap"}
 
 
 @dataclass
 class MethodScores:
-    """The runs of one method: return by task, and the same as normalised scores where every task has them."""
+    """Returns of one method by task, and normalised scores if every task has a normalisation."""
 
     method: str
     tasks: dict[Task, np.ndarray]  # task -> (runs,)
-    frames: dict[Task, int]  # the most that a run of the task has seen
+    frames: dict[Task, int]  # maximum over the runs of the task
     aggregates: dict[str, Interval] = field(default_factory=dict)  # of normalised scores
 
     @property
@@ -45,7 +52,7 @@ class MethodScores:
 
 
 def final_score(run: RunData) -> float | None:
-    """The mean return over the last tenth of a run's steps: of evaluations, or of training where there were none."""
+    """Return the mean evaluation return over the last tenth of a run (training return without evaluations)."""
     for key in (EVALUATION, TRAINING):
         curve = run.metrics.curve(key).finite()
         if len(curve):
@@ -55,7 +62,7 @@ def final_score(run: RunData) -> float | None:
 
 
 def method_scores(runs: Sequence[RunData]) -> list[MethodScores]:
-    """Methods in the order of the runs; runs without a finished episode are left out."""
+    """Return the methods in the order of the runs; runs without a finished episode are skipped."""
     found: dict[str, dict[Task, list[float]]] = {}
     frames: dict[tuple[str, Task], int] = {}
     for run in runs:
@@ -79,7 +86,7 @@ def method_scores(runs: Sequence[RunData]) -> list[MethodScores]:
 
 
 def scale_name(methods: Sequence[MethodScores]) -> str:
-    """What the scores that can be compared over tasks are called; "" where some task has none."""
+    """Return the name of the normalised score; "" if a task has no normalisation."""
     scales = [normalisation(task) for scores in methods for task in scores.tasks]
     if not scales or any(scale is None for scale in scales):
         return ""
@@ -88,7 +95,7 @@ def scale_name(methods: Sequence[MethodScores]) -> str:
 
 
 def task_table(methods: Sequence[MethodScores]) -> Table:
-    """One row for each method on each task: its return over seeds."""
+    """Build one row per method and task: its return over seeds."""
     rows = []
     for scores in methods:
         for task, values in scores.tasks.items():
@@ -109,11 +116,11 @@ def task_table(methods: Sequence[MethodScores]) -> Table:
                 )
             )
     header = ("method", "task", "seeds", "frames", "mean", "95 %", "median", "IQM", "range", "normalised")
-    return Table(header, rows, numbers=range(2, len(header)))
+    return Table(header, rows, right=range(2, len(header)))
 
 
 def aggregate_table(methods: Sequence[MethodScores]) -> Table | None:
-    """Normalised scores over all tasks, with intervals; None where some task has no normalisation."""
+    """Build the table of normalised scores over all tasks; None if a task has no normalisation."""
     if not scale_name(methods):
         return None
     rows = []
@@ -122,11 +129,11 @@ def aggregate_table(methods: Sequence[MethodScores]) -> Table | None:
         cells = [interval(scores.aggregates[name]) for name in TITLES]
         rows.append((scores.method, str(len(scores.tasks)), str(runs), *cells))
     header = ("method", "tasks", "runs", *TITLES.values())
-    return Table(header, rows, numbers=range(1, len(header)))
+    return Table(header, rows, right=range(1, len(header)))
 
 
 def improvement_table(methods: Sequence[MethodScores]) -> Table | None:
-    """How often a run of one method beats one of another, on the tasks that both have."""
+    """Build the table of the probability that a run of one method beats one of another on common tasks."""
     rows = []
     for first in methods:
         cells = []
@@ -141,14 +148,17 @@ def improvement_table(methods: Sequence[MethodScores]) -> Table | None:
     if len(methods) < 2 or not any(cell != NONE for row in rows for cell in row[1:]):
         return None
     header = ("a run of … beats", *(scores.method for scores in methods))
-    return Table(header, rows, numbers=range(1, len(header)))
+    return Table(header, rows, right=range(1, len(header)))
 
 
-# ---------------------------------------------------------------- beside published numbers
+# --- Published results ---
 
 
 def published_tables(methods: Sequence[MethodScores]) -> list[Table]:
-    """Ours and theirs by task, where something is published: one line each, or one line a task where there are many."""
+    """Build tables of our and published returns per suite.
+
+    They have one row per score, or one row per task for many tasks.
+    """
     suites: dict[str, list[Task]] = {}
     for task in dict.fromkeys(task for scores in methods for task in scores.tasks):
         if published(task):
@@ -176,11 +186,11 @@ def _by_agent(methods: Sequence[MethodScores], tasks: Sequence[Task]) -> Table:
             add(task, row.agent, row.score, row.frames, row.seeds, row.source)
     header = ("task", "agent", "return", "normalised", "frames", "seeds", "source")
     strong = [index for index, row in enumerate(rows) if row[1].startswith("ours: ")]
-    return Table(header, rows, numbers=range(2, 6), strong=strong)
+    return Table(header, rows, right=range(2, 6), strong=strong)
 
 
 def _by_task(methods: Sequence[MethodScores], tasks: Sequence[Task]) -> Table:
-    """The same as a matrix of returns; sources are in `published_sources`."""
+    """Build a matrix of returns, tasks × agents; the sources are in `published_sources`."""
     theirs = list(dict.fromkeys((row.agent, row.frames) for task in tasks for row in published(task)))
     ours = [scores for scores in methods if any(task in scores.tasks for task in tasks)]
     rows = []
@@ -195,19 +205,20 @@ def _by_task(methods: Sequence[MethodScores], tasks: Sequence[Task]) -> Table:
         *(f"ours: {scores.method}" for scores in ours),
         *(f"{agent} ({short(frames)})" for agent, frames in theirs),
     )
-    return Table(
-        header, rows, numbers=range(1, len(header)), title="returns; published ones after as many frames"
-    )
+    return Table(header, rows, right=range(1, len(header)), title="returns; published ones with their frames")
 
 
 def published_sources(methods: Sequence[MethodScores]) -> list[str]:
-    """A line for each published agent that the tables show."""
+    """Return one line per published agent in the tables."""
     tasks = dict.fromkeys(task for scores in methods for task in scores.tasks)
     return list(dict.fromkeys(f"{row.agent}: {row.source}" for task in tasks for row in published(task)))
 
 
 def published_aggregates(methods: Sequence[MethodScores]) -> Table | None:
-    """Mean and median over the tasks that a method has, ours and published, where there are several."""
+    """Build the table of mean and median over common tasks, ours and published.
+
+    None without several tasks.
+    """
     rows = []
     for scores in methods:
         for block in benchmarks():
@@ -236,25 +247,23 @@ def published_aggregates(methods: Sequence[MethodScores]) -> Table | None:
                     f"{count(most)} / {count(block.frames)}",
                 )
             )
-    header = ("ours / published", "tasks of both", "mean", "median", "frames")
-    return Table(header, rows, numbers=range(1, len(header))) if rows else None
+    header = ("ours / published", "common tasks", "mean", "median", "frames")
+    return Table(header, rows, right=range(1, len(header))) if rows else None
 
 
 def _scaled(scale: object, value: float) -> str:
     return NONE if scale is None else number(float(scale(value)))  # type: ignore[operator]
 
 
-# --------------------
-# Pictures of scores: intervals of aggregates, performance profiles, and one curve over all tasks.
+# --- Figures ---
 
-
-MOST_METHODS = 12  # bars under one another
+MOST_METHODS = 12  # bars in one panel
 
 
 def draw_aggregates(methods: Sequence[MethodScores], path: Path) -> bool:
-    """Mean, median, IQM and optimality gap with their intervals: one panel each, one bar a method.
+    """Plot mean, median, IQM and optimality gap with their intervals: one panel each, one bar per method.
 
-    Of normalised scores over all tasks, or of the returns where there is a single task.
+    Uses normalised scores over all tasks, or returns for a single task.
     """
     methods = methods[:MOST_METHODS]
     name = scale_name(methods)
@@ -267,7 +276,7 @@ def draw_aggregates(methods: Sequence[MethodScores], path: Path) -> bool:
         for scores in methods
     }
     if not any(one.bounded for aggregates in found.values() for one in aggregates.values()):
-        return False  # single runs: their bars would say nothing that the table does not
+        return False  # single runs: the bars would show no more than the table
     named = color_of(list(found))
     keys = [key for key in TITLES if key in next(iter(found.values()))]
     with figure_file(path, 9.0, 0.95 + 0.34 * len(found)) as figure:
@@ -294,7 +303,7 @@ def draw_aggregates(methods: Sequence[MethodScores], path: Path) -> bool:
 
 
 def draw_profiles(methods: Sequence[MethodScores], path: Path) -> bool:
-    """The share of runs that score more than τ, over τ. Normalised, or of returns where there is a single task."""
+    """Plot the share of runs above τ over τ, for normalised scores, or for returns of a single task."""
     name = scale_name(methods)
     if not name and len({task for scores in methods for task in scores.tasks}) != 1:
         return False
@@ -324,7 +333,7 @@ def draw_profiles(methods: Sequence[MethodScores], path: Path) -> bool:
 
 
 def draw_efficiency(runs: Sequence[RunData], path: Path) -> bool:
-    """IQM of normalised evaluation scores over steps, all tasks together; only where there are several."""
+    """Plot the IQM of normalised evaluation scores over steps, over all tasks; only for several tasks."""
     methods: dict[str, dict[str, list[RunData]]] = {}
     for run in runs:
         if normalisation(run.task) is None:

@@ -1,4 +1,4 @@
-"""The parts of a report's page: what is said of runs in tables and pictures, and in which order."""
+"""The sections of a report's page: tables, figures and texts about the runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rl_lab.tools.report.scores import (
 from rl_lab.tools.terminal import NONE, count, duration, number
 
 MEDIA_SHOWN = 12  # files in the gallery, over all runs
-# Pictures of small multiples: prefix of the keys -> heading. Any other prefix follows under its own name.
+# Figures of small multiples: key prefix -> heading. Other prefixes follow with their own name.
 HEADINGS = {
     "train": "Training",
     "controller": "Controller",
@@ -40,8 +40,8 @@ HEADINGS = {
     "time": "Milliseconds per call",
     "other": "Other metrics",
 }
-FEW = 3  # metrics of one prefix that get no picture of their own
-# Drawn by the learning curve and the time picture already.
+FEW = 3  # a prefix with fewer metrics gets no figure of its own
+# Already plotted in the learning curve and the timing figure.
 DRAWN_ELSEWHERE = ("collect/return_mean", "eval/return_mean", "time/*_share", "time/*_per_second")
 
 
@@ -64,15 +64,15 @@ def subtitle(runs: Sequence[RunData]) -> str:
 
 
 def left_out_section(sentences: Sequence[str]) -> list[Section]:
-    """Runs that could not be drawn, with the reasons; nothing where all could."""
+    """List the runs that could not be plotted, with the reasons; no section if there are none."""
     if not sentences:
         return []
     rows = [(sentence,) for sentence in sentences]
-    return [Section("Left out", tables=[Table(("runs that could not be drawn",), rows)])]
+    return [Section("Left out", tables=[Table(("runs that could not be plotted",), rows)])]
 
 
 def facts(summary: Summary) -> list[tuple[str, str, str]]:
-    """The big numbers above the curve of a single run."""
+    """Return the summary values above the curve of a single run."""
     found = []
     if summary.eval_last is not None:
         spread = f"± {number(summary.eval_last_std)}" if summary.eval_last_std is not None else ""
@@ -93,7 +93,7 @@ def facts(summary: Summary) -> list[tuple[str, str, str]]:
 
 
 def headline(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Table:
-    """One row a run."""
+    """Build the table of runs, one row each."""
     header = (
         "run",
         "seed",
@@ -124,11 +124,14 @@ def headline(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Table:
                 number(summary.steps_per_second),
             )
         )
-    return Table(header, rows, numbers=range(1, len(header)))
+    return Table(header, rows, right=range(1, len(header)))
 
 
 def score_section(runs: Sequence[RunData], folder: Path) -> list[Section]:
-    """Scores over seeds and tasks; nothing for a single run, whose numbers stand at the top already."""
+    """Build the section of scores over seeds and tasks.
+
+    None for a single run, whose values are at the top.
+    """
     methods = method_scores(runs)
     if len(runs) < 2 or not methods:
         return []
@@ -146,16 +149,16 @@ def score_section(runs: Sequence[RunData], folder: Path) -> list[Section]:
         improvement.title = "probability of improvement"
         tables.append(improvement)
     note = (
-        "A run's score is its mean return over the last tenth of its steps, of evaluations where there are any. "
+        "A run's score is its mean evaluation return over the last tenth of its steps (training return without any). "
         "Intervals are percentiles of the stratified bootstrap over runs (Agarwal et al. 2021)."
     )
     if len({run.task.full_name for run in runs}) > 1 and not scale_name(methods):
-        note += " Some task has no published normalisation, so there are no aggregates over tasks."
+        note += " At least one task has no published normalisation, so there are no aggregates over tasks."
     return [Section("Scores", note=note, plots=plots, tables=tables)]
 
 
 def published_section(runs: Sequence[RunData]) -> list[Section]:
-    """Published numbers beside ours, where the suite has them."""
+    """Compare our scores with published ones, if the suite has any."""
     methods = method_scores(runs)
     tables = published_tables(methods)
     if not tables:
@@ -163,15 +166,15 @@ def published_section(runs: Sequence[RunData]) -> list[Section]:
     if together := published_aggregates(methods):
         tables.insert(0, together)
     note = (
-        "Mind the frames: a score after other numbers of frames, or by other evaluation rules, is no comparison. "
-        "Normalised: Atari by human and random play, DeepMind Control by 1,000."
+        "Scores are comparable only with the same number of frames and the same evaluation protocol. "
+        "Normalised: Atari by human and random scores, DeepMind Control by 1,000."
     )
-    sources = [("where the published numbers come from", "\n".join(published_sources(methods)))]
+    sources = [("sources of the published scores", "\n".join(published_sources(methods)))]
     return [Section("Published", note=note, tables=tables, texts=sources)]
 
 
 def metric_sections(runs: Sequence[RunData], patterns: Sequence[str] | None, folder: Path) -> list[Section]:
-    """Small multiples of all metrics, or of those that patterns choose; one section for each large family."""
+    """Plot small multiples of all metrics, or of those matching the patterns; one section per key prefix."""
     known = list(dict.fromkeys(key for run in runs for key in run.metrics.names()))
     if patterns is None:
         keys = [key for key in known if not any(fnmatch.fnmatchcase(key, drawn) for drawn in DRAWN_ELSEWHERE)]
@@ -184,7 +187,7 @@ def metric_sections(runs: Sequence[RunData], patterns: Sequence[str] | None, fol
     for key in sorted(keys):
         by_prefix.setdefault(key.partition("/")[0], []).append(key)
     few = [prefix for prefix, members in by_prefix.items() if len(members) < FEW]
-    # One picture for each large family, and one for all that is left.
+    # One figure per prefix with many metrics, and one for the others.
     families = {prefix: by_prefix[prefix] for prefix in _in_order(by_prefix) if prefix not in few}
     if few:
         families["other"] = [key for prefix in _in_order(few) for key in by_prefix[prefix]]
@@ -193,7 +196,7 @@ def metric_sections(runs: Sequence[RunData], patterns: Sequence[str] | None, fol
         path = folder / f"metrics_{re.sub(r'[^A-Za-z0-9_-]+', '_', name)}.png"
         shown = draw_small_multiples(runs, members, path, full_names=name == "other")
         left_out = len(members) - len(shown)
-        note = f"{left_out} more than the {MOST_PANELS} shown: choose with --keys" if left_out else ""
+        note = f"{left_out} more metrics than the {MOST_PANELS} shown: choose with --keys" if left_out else ""
         sections.append(Section(HEADINGS.get(name, name), note=note, plots=[path]))
     return sections
 
@@ -204,11 +207,11 @@ def _in_order(prefixes: Iterable[str]) -> list[str]:
 
 
 def config_section(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Section:
-    """What differs between groups (seeds are in the table of runs), one config per group, and where each run lies."""
+    """Show config differences between groups, one config per group, and the folder of each run."""
     firsts = list({run.group: run for run in reversed(runs)}.values())[::-1]
     differences = config_differences(firsts).items()
     rows = [(path, *map(_value, row)) for path, row in sorted(differences) if not path.startswith(OF_ONE_RUN)]
-    tables = [Table(("what differs", *(run.group for run in firsts)), rows)] if rows else []
+    tables = [Table(("difference", *(run.group for run in firsts)), rows)] if rows else []
     texts = [
         (
             f"config of {run.label}" if len(runs) > 1 else "config",
@@ -224,7 +227,7 @@ def config_section(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Sec
 
 
 def media(runs: Sequence[RunData]) -> list[tuple[Path, str]]:
-    """Newest videos and pictures of every run, with captions."""
+    """Return the newest videos and images of every run, with captions."""
     each = max(2, MEDIA_SHOWN // len(runs))
     found = []
     for run in runs:

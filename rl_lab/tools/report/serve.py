@@ -1,7 +1,7 @@
-"""`rl-lab report --serve`: the report as a live page over all runs below a folder.
+"""`rl-lab report --serve`: the report as a live page of all runs below a folder.
 
-A thread looks at the run folders every few seconds and draws the page anew when one has changed; the page asks for
-its version and loads itself again. Who may see it is decided by web_access.py.
+A thread polls the run folders every few seconds and redraws the page after a change; the page polls its
+version and reloads itself. web_access.py controls access.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rl_lab.tools.report.page import Page, Section, render_page
 from rl_lab.tools.report.runs import files_below, runs_below
 from rl_lab.tools.web_access import WebAccess
 
-LOOK_SECONDS = 3.0  # between two looks at the run folders
-REST = 3.0  # drawing takes at most one part in so many of the time
+POLL_SECONDS = 3.0  # between two polls of the run folders
+REST = 3.0  # wait at least this many times as long as drawing took
 SCRIPT = """<script nonce="%s">
 const version = "%s";
 setInterval(async () => {
@@ -39,13 +39,13 @@ setInterval(async () => {
     const answer = await fetch("version" + location.search);
     if (answer.ok && (await answer.text()) !== version &&
         ![...document.querySelectorAll("video")].some((video) => !video.paused)) location.reload();
-  } catch (error) { document.title = "(not answering) " + document.title.replace("(not answering) ", ""); }
+  } catch (error) { document.title = "(disconnected) " + document.title.replace("(disconnected) ", ""); }
 }, 3000);
 </script>"""
 
 
 class LiveReport:
-    """The newest page over the runs below some folders, and the files that it links to."""
+    """The newest page of the runs below some folders, and the files that it links to."""
 
     def __init__(self, folders: Sequence[Path], by: str = "config", token: str | None = None) -> None:
         self.folders = list(folders)
@@ -55,22 +55,25 @@ class LiveReport:
         self.files: dict[str, Path] = {}
         self.version = "0"
         self.page = self._plain("The page is being drawn.")
-        self.drawn = threading.Event()  # the first page is there
+        self.drawn = threading.Event()  # set when the first page is ready
         self._seen: Any = None
-        self._failure = ""  # why the last look drew nothing
+        self._failure = ""  # why the last refresh drew nothing
         self._stop = threading.Event()
         self._scratch = tempfile.TemporaryDirectory(prefix="rl_lab_report_")
 
     def watch(self) -> None:
-        """Look and draw until `close`. Meant for a thread of its own."""
+        """Poll and draw until `close`; run it in a thread."""
         while not self._stop.is_set():
             start = time.monotonic()
             self.refresh()
             took = time.monotonic() - start
-            self._stop.wait(max(LOOK_SECONDS, REST * took))
+            self._stop.wait(max(POLL_SECONDS, REST * took))
 
     def refresh(self) -> bool:
-        """Draw the page anew if something has changed; whether it was. A run half written is drawn next time."""
+        """Redraw the page if a run changed; returns whether it did.
+
+        A partly written run is drawn next time.
+        """
         version = str(int(self.version) + 1)
         seen, failure = None, ""
         try:
@@ -79,17 +82,18 @@ class LiveReport:
             if seen == self._seen:
                 return False
             page, files = self._draw(folders, version)
-        except Exception as error:  # whatever lies in the folders, the next look may find it in order
+        except Exception as error:  # the files may be readable at the next poll
             if self._stop.is_set():
                 return False
             expected = isinstance(error, LabError)
-            # A LabError is about what lies in the files: it stays until they change. Anything else is tried again.
+            # A LabError is about the content of the files: it stays until they change. Other errors are
+            # retried.
             self._seen = seen = seen if expected else None
             failure = f"The page could not be drawn: {error if expected else one_line(error)}"
             if failure == self._failure:
                 return False
             page, files = self._plain(failure, version), {}
-            with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
                 print(failure, file=sys.stderr)
         self.page, self.files, self.version, self._seen = page, files, version, seen
         self._failure = failure
@@ -133,7 +137,7 @@ class LiveReport:
 
     @staticmethod
     def _fingerprint(folders: Sequence[RunFolder]) -> tuple[Any, ...]:
-        """What changes when a run goes on: lengths of logs, and the newest file in each folder of media."""
+        """Return what changes while a run trains: lengths of logs, and the newest media file of each run."""
         facts: list[Any] = []
         for folder in folders:
             logs: list[tuple[float, ...] | None] = []
@@ -141,7 +145,7 @@ class LiveReport:
                 try:
                     found = path.stat()
                     logs.append((found.st_size, found.st_mtime))
-                except OSError:  # not there, or no longer
+                except OSError:  # missing or deleted
                     logs.append(None)
             media = [changed for _, changed in files_below(folder.media)]
             facts.append((str(folder.path), *logs, len(media), max(media, default=0.0)))
@@ -149,7 +153,7 @@ class LiveReport:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one LiveReport to those who may see it."""
+    """Serves one LiveReport to allowed clients."""
 
     daemon_threads = True
 
@@ -161,7 +165,7 @@ class Server(ThreadingHTTPServer):
             super().__init__((access.host, port), Handler)
         except OSError as error:
             raise LabError(
-                f"cannot serve on {access.host}:{port}: {error.strerror or error}; choose another --port"
+                f"--port {port}: cannot serve on {access.host}:{port} ({error.strerror or error}); choose another --port"
             ) from error
 
     @property
@@ -170,7 +174,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET of the page, of its version, and of the files it links to; nothing else."""
+    """Answers GET and HEAD for the page, its version, and the files it links to."""
 
     server: Server
     server_version = "rl-lab"
@@ -195,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
         elif name in live.files:
             self._file(live.files[name])
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"There is no such thing here.\n")
+            self._answer(HTTPStatus.NOT_FOUND, b"There is no such page.\n")
 
     do_HEAD = do_GET
 
@@ -203,7 +207,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             content = path.read_bytes()
         except OSError:
-            self._answer(HTTPStatus.NOT_FOUND, b"The file is gone.\n")
+            self._answer(HTTPStatus.NOT_FOUND, b"The file was deleted.\n")
             return
         self._answer(HTTPStatus.OK, content, mimetypes.guess_type(path.name)[0] or "application/octet-stream")
 
@@ -224,7 +228,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: addresses carry the token, and a page that asks every few seconds would fill the terminal."""
+        """Log nothing: URLs contain the token, and the page polls every few seconds."""
 
 
 def serve(
@@ -236,16 +240,16 @@ def serve(
     by: str = "config",
     output_root: str | None = None,
 ) -> int:
-    """Serve until Ctrl-C. Without names: everything below the outputs folder."""
+    """Serve until Ctrl-C. Without runs: all runs below the outputs folder."""
     folders = [Path(run).expanduser() for run in runs] or [outputs_folder(output_root)]
     for folder in folders:
         if runs and not folder.is_dir():
-            raise LabError(f"there is no folder {folder} to report on")
+            raise LabError(f"{folder}: there is no such folder to report on")
     access = WebAccess(host, token)
     live = LiveReport(folders, by, access.token)
     server = Server(live, access, port)
     threading.Thread(target=live.watch, daemon=True).start()
-    print(f"serving {', '.join(str(folder) for folder in folders)} at {server.url} (Ctrl-C ends it)")
+    print(f"serving {', '.join(str(folder) for folder in folders)} at {server.url} (stop with Ctrl-C)")
     try:
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Checkpoints as data: saving, finding, loading, keeping and deleting them."""
+"""Saving, loading and deleting checkpoints, which are data only (`torch.load(weights_only=True)`)."""
 
 from rl_lab.utils.checkpoint.loading import Loaded, load_checkpoint, restore_buffers
 from rl_lab.utils.checkpoint.manager import WEIGHT_KEYS, CheckpointManager

@@ -1,4 +1,4 @@
-"""Finding a checkpoint that is whole, and reading it."""
+"""Loading: find the newest intact checkpoint, read its state and restore its replay."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from rl_lab.utils.checkpoint.saveable import load_data
 
 Warn = Callable[[str], None]
 
-# What to do when the rows on disk are damaged, and the state is not: take an older checkpoint that is whole, and
-# only without one go on from the newest without those rows; or do that at once; or give up.
+# What to do when replay files are damaged but the state is intact. "older": load an older intact checkpoint,
+# or, if there is none, the newest without the damaged rows; "skip": load the newest without them at once;
+# "stop": raise.
 ON_DAMAGED_REPLAY = ("older", "skip", "stop")
 
 _log = logging.getLogger("rl_lab.checkpoint")
-_log.addHandler(logging.NullHandler())  # `say` speaks for itself; without this, logging would print it twice
+_log.addHandler(logging.NullHandler())  # `emit_warning` prints already; logging would print it a second time
 
 
-def say(message: str, on_warning: Warn | None) -> None:
-    """A warning that is seen: in the log, and through the callback or as a Python warning."""
+def emit_warning(message: str, on_warning: Warn | None) -> None:
+    """Log a warning, and pass it to the callback, or to `warnings.warn` without one."""
     _log.warning(message)
     if on_warning is not None:
         on_warning(message)
@@ -46,14 +47,14 @@ def say(message: str, on_warning: Warn | None) -> None:
 
 
 class ReplayDamagedError(CheckpointError):
-    """State whole, rows not."""
+    """The state is intact, but replay files are damaged."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint whose state was read and found whole. `manifest` is None for a lone state file.
+    """A checkpoint whose state was read and verified. `manifest` is None for a state file without one.
 
-    damaged: replay files that are not whole, where going on without them was allowed: buffer -> file -> problem
+    damaged: damaged replay files, if loading without them was allowed: buffer -> file -> problem
     """
 
     path: Path
@@ -71,7 +72,7 @@ class Loaded:
 
     @property
     def complete(self) -> bool:
-        """Whether training can go on from here exactly: state and replay, not weights alone."""
+        """Whether training can resume exactly: state and replay, not weights only."""
         return self.manifest is not None and self.manifest["kind"] == "full"
 
     @property
@@ -80,7 +81,7 @@ class Loaded:
 
 
 def manifests(folder: Path) -> list[Path]:
-    """Manifests of step checkpoints, newest first."""
+    """Return the manifests of step checkpoints, newest first."""
     found = [path for path in folder.glob("step_*.json") if re.fullmatch(r"step_\d+\.json", path.name)]
     return sorted(found, key=manifest_step, reverse=True)
 
@@ -98,10 +99,10 @@ def load_checkpoint(
 ) -> Loaded:
     """Load a checkpoint: a state file (.pt), a run folder, or a checkpoints folder.
 
-    From a folder the newest good one is taken; a damaged one is named in a warning and the one before it
-    tried. A file named outright is that one or an error. A lone .pt without manifest is taken as weights.
-    weights: only the weights are wanted, so replay is not checked and weights-only checkpoints will do.
-    on_damaged_replay: see ON_DAMAGED_REPLAY; what was damaged is then in `Loaded.damaged`.
+    From a folder the newest intact checkpoint is loaded; a damaged one is reported in a warning and the one
+    before it is tried. A path to a file loads that file or raises. A .pt without manifest counts as weights.
+    weights: load only the weights, so replay is not checked and weights-only checkpoints are accepted.
+    on_damaged_replay: see ON_DAMAGED_REPLAY; damaged files are then listed in `Loaded.damaged`.
     """
     path = Path(path)
     if path.is_dir():
@@ -114,8 +115,8 @@ def load_checkpoint(
         name = os.readlink(path)
     manifest_path = folder / f"{name.split('.')[0]}.json"
     if not path.exists() and not manifest_path.exists():
-        there = [other.name for other in (*folder.glob("*.pt"), *folder.glob("step_*.json"))]
-        raise CheckpointError(f"there is no checkpoint {path}.{closest(path.name, there)}")
+        present = [other.name for other in (*folder.glob("*.pt"), *folder.glob("step_*.json"))]
+        raise CheckpointError(f"{path}: there is no checkpoint of that name.{closest(path.name, present)}")
     if manifest_path.exists() and (manifest := read_manifest(manifest_path)):
         linked = path.is_symlink() or not path.exists() or path.suffix == ".json"
         if linked or manifest["state"]["file"] == name:
@@ -127,14 +128,14 @@ def load_checkpoint(
 def _load_newest(folder: Path, weights: bool, on_damaged_replay: str, on_warning: Warn | None) -> Loaded:
     for _ in range(3):
         tried: list[str] = []
-        lesser: list[str] = []
-        partial: list[tuple[Path, dict[str, Any]]] = []  # whole but for their replay, newest first
+        weights_only: list[str] = []
+        partial: list[tuple[Path, dict[str, Any]]] = []  # intact except for their replay, newest first
         listing = manifests(folder)
         for index, manifest_path in enumerate(listing):
             try:
                 manifest = read_manifest(manifest_path)
                 if manifest["kind"] != "full" and not weights:
-                    lesser.append(manifest["state"]["file"])
+                    weights_only.append(manifest["state"]["file"])
                     continue
                 try:
                     return _load(manifest_path, manifest, weights, skip=on_damaged_replay == "skip")
@@ -145,37 +146,37 @@ def _load_newest(folder: Path, weights: bool, on_damaged_replay: str, on_warning
                 raise
             except CheckpointError as error:
                 if not manifest_path.exists():
-                    continue  # a running trainer has just cleaned it away
+                    continue  # a running trainer has just deleted it
                 tried.append(f"  {manifest_path.stem}: {error}")
                 following = (
                     "trying the one before it" if index + 1 < len(listing) else "there is none before it"
                 )
-                say(f"CHECKPOINT DAMAGED: {error}; {following}", on_warning)
+                emit_warning(f"CHECKPOINT DAMAGED: {error}; {following}", on_warning)
         if partial and on_damaged_replay == "older":
             return _load(*partial[0], weights, skip=True)
         if manifests(folder) == listing:
             break
-    if not tried and not lesser:
-        raise CheckpointError(f"there is no checkpoint in {folder}")
-    message = f"no checkpoint in {folder} can be resumed"
+    if not tried and not weights_only:
+        raise CheckpointError(f"{folder} has no checkpoint")
+    message = f"{folder} has no checkpoint that can be resumed"
     if tried:
         message += "; tried:\n" + "\n".join(tried)
     if partial:
-        message += "\ntraining.on_damaged_replay=skip goes on from the newest without the rows that are lost."
-    if lesser:
-        message += f"\nWeights alone are in {', '.join(lesser)}: load: takes them, to start again from them."
+        message += "\nSet training.on_damaged_replay=skip to resume from the newest without the lost rows."
+    if weights_only:
+        message += f"\n{', '.join(weights_only)} hold weights only: use `load:` to start a new run from them."
     raise CheckpointError(message)
 
 
 def _load(manifest_path: Path, manifest: dict[str, Any], weights: bool, skip: bool = False) -> Loaded:
-    """The checkpoint of a manifest. skip: replay may be damaged; it is then told by `damaged`."""
+    """Load the checkpoint of a manifest. skip: accept damaged replay and list it in `damaged`."""
     folder = manifest_path.parent
     try:
         problem = state_problem(folder, manifest)
         damaged = {} if weights or problem else replay_problems(folder, manifest)
         path = folder / manifest["state"]["file"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{manifest_path} lacks what a manifest has ({error!r})") from None
+        raise CheckpointError(f"{manifest_path} is not a valid manifest ({error!r})") from None
     if problem:
         raise CheckpointError(problem)
     if damaged and not skip:
@@ -188,7 +189,7 @@ def _load(manifest_path: Path, manifest: dict[str, Any], weights: bool, skip: bo
 
 def _checked_dict(state: Any, path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, where a checkpoint holds a dict")
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, but a checkpoint holds a dict")
     return state
 
 
@@ -199,58 +200,64 @@ def restore_buffers(
     into: Path | None = None,
     on_warning: Warn | None = None,
 ) -> list[str]:
-    """Fill buffers from a checkpoint's replay; returns the names of those whose rows are not all there.
+    """Restore buffers from a checkpoint's replay; returns the names of buffers with missing rows.
 
-    What their samplers remember would point at nothing, and must not be restored.
+    The sampler state of those buffers must not be restored: it would refer to missing rows.
 
-    into: the checkpoints folder that the run will save to. When the replay lies elsewhere it is linked (or
-    copied) there first.
+    into: the checkpoints folder that the run will save to. Replay stored elsewhere is first linked (or
+    copied) there.
     """
     entries = loaded.manifest["buffers"] if loaded.manifest and loaded.complete else {}
     source = loaded.folder / REPLAY_FOLDER
     target = source if into is None else Path(into) / REPLAY_FOLDER
-    lacking = []
+    incomplete = []
     for name, buffer in buffers.items():
         if name not in entries:
-            lacking.append(name)
-            say(f"{loaded.path} carries no replay for buffer '{name}': it starts empty", on_warning)
+            incomplete.append(name)
+            emit_warning(f"{loaded.path} has no replay for buffer '{name}': it starts empty", on_warning)
             continue
         damaged = loaded.damaged.get(name, {})
         try:
             if target.resolve() != source.resolve():
                 for file in entries[name].get("files", {}):
                     if file not in damaged:
-                        _bring(source / name / file, target / name / file)
+                        _link_or_copy(source / name / file, target / name / file)
             if damaged:
-                lacking.append(name)
-                _restore_in_part(loaded, name, buffer, target / name, on_warning)
+                incomplete.append(name)
+                _restore_partially(loaded, name, buffer, target / name, on_warning)
             else:
                 buffer.restore(target / name, entries[name])
         except LabError:
             raise
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
-                f"replay of buffer '{name}' in {target / name} cannot be restored ({type(error).__name__}: {error})"
+                f"{target / name}: replay of buffer '{name}' cannot be restored "
+                f"({type(error).__name__}: {error})"
             ) from error
-    return lacking
+    return incomplete
 
 
-def _restore_in_part(loaded: Loaded, name: str, buffer: Any, folder: Path, on_warning: Warn | None) -> None:
-    """Take what is whole of a buffer's rows, and say what is lost. State and counters are not touched by it."""
+def _restore_partially(loaded: Loaded, name: str, buffer: Any, folder: Path, on_warning: Warn | None) -> None:
+    """Restore the intact rows of a buffer and warn about the lost ones.
+
+    State and counters are not affected.
+    """
     assert loaded.manifest is not None
     if "skip_corrupt" in inspect.signature(buffer.restore).parameters:
         lost = buffer.restore(folder, loaded.manifest["buffers"][name], skip_corrupt=True)
         what = "; ".join(map(str, lost)) or "nothing"
     else:
-        what = f"all its rows, for it cannot be restored in part: {'; '.join(loaded.damaged[name].values())}"
-    say(
-        f"REPLAY DAMAGED: buffer '{name}' lost {what}. Weights, optimizers and counters are those of step "
-        f"{loaded.step}, exactly.",
+        what = (
+            f"all rows, because it cannot be restored partially: {'; '.join(loaded.damaged[name].values())}"
+        )
+    emit_warning(
+        f"REPLAY DAMAGED: buffer '{name}' lost {what}. "
+        f"Weights, optimizers and counters are exactly those of step {loaded.step}.",
         on_warning,
     )
 
 
-def _bring(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # another disk, or no hard links
@@ -260,5 +267,5 @@ def _bring(source: Path, target: Path) -> None:
 
 
 def named_replay(folder: Path, manifest: Mapping[str, Any]) -> set[Path]:
-    """Paths of the replay files that a manifest names."""
+    """Return the paths of the replay files that a manifest names."""
     return {folder / REPLAY_FOLDER / buffer / name for buffer, name, _ in replay_files(manifest)}

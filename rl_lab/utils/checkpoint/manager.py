@@ -1,13 +1,13 @@
-"""Checkpoints: whole, checked, and loadable as data.
+"""`CheckpointManager`: saves, verifies, cleans up and loads the checkpoints of a run.
 
     checkpoints/
       step_000012000.pt      one dict, loadable with torch.load(weights_only=True)
       step_000012000.json    manifest, written last: sizes and checksums of the state and of every replay file
       last.pt                link to the newest
-      best.pt, best.json     weights only: `save(tag="best")`; so is epoch_12.pt
-      replay/<buffer>/…      files of buffers, shared between manifests
+      best.pt, best.json     weights only, from `save(tag="best")`; the same holds for epoch_12.pt
+      replay/<buffer>/…      files of the buffers, shared between manifests
 
-A checkpoint exists when its manifest does, and nothing that a kept manifest names is ever changed or deleted.
+A checkpoint exists if its manifest exists. A file that a kept manifest names is never changed or deleted.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rl_lab.utils.checkpoint.loading import (
     ON_DAMAGED_REPLAY,
     Loaded,
     Warn,
+    emit_warning,
     load_checkpoint,
     manifest_step,
     manifests,
     named_replay,
     restore_buffers,
-    say,
 )
 from rl_lab.utils.checkpoint.manifest import (
     CHECKPOINT_VERSION,
@@ -43,15 +43,12 @@ from rl_lab.utils.checkpoint.manifest import (
 from rl_lab.utils.checkpoint.saveable import load_data, to_saveable
 from rl_lab.utils.files import crc32_of, free_bytes, remove_temporary, sync_folder, write_atomic
 
-# --------------------
-# Which checkpoints stay, which shrink to weights, and which files nobody needs any more.
-#
-# Order matters: a manifest goes before the files it names, so that at any moment every manifest that can be
-# found is whole.
+# --- Retention ---
 
+# A manifest is deleted before the files it names, so that every manifest on disk is complete at any time.
 
 _STATE_FILE = re.compile(r"(step_\d+|[a-z][a-z0-9_-]*\.\d+)(\.\w+)*\.pt")
-# The names that buffers give to the files of a checkpoint. Other files in the replay folder are not ours.
+# Names that buffers give to replay files. Other files in the replay folder are never deleted.
 _REPLAY_FILE = re.compile(r"(chunk|tail|mutable|index|memory)-\d+(-\d+)?\.(pt|episodes|log)")
 
 
@@ -65,26 +62,30 @@ def clean(
     written: Iterable[Path] = (),
     on_warning: Warn | None = None,
 ) -> None:
-    """Tidy the folder after the checkpoint of step `newest` became durable (None: after a tagged one).
+    """Delete old checkpoints after the checkpoint of step `newest` was saved (None: after a tagged one).
 
-    Checkpoints of later steps belong to a course of the run that was given up when it was resumed from an
-    earlier point; they go.
+    The `keep` newest stay complete and `keep_weights` older ones keep their weights. Checkpoints of later
+    steps are
+    deleted: the run was resumed from an earlier step.
 
-    written: replay files of this process
+    written: replay files written by this process
     """
     full: list[Path] = []
     weights: list[Path] = []
-    released = set(written)  # and replay files of checkpoints that are no longer complete
+    released = set(written)  # and replay files of checkpoints that are deleted or reduced to weights
     for path in manifests(folder):
         manifest = _read(path)
         files = named_replay(folder, manifest or {})
         if newest is not None and manifest_step(path) > newest:
-            say(f"{path.stem} is of a course of this run that was given up: deleted", on_warning)
+            emit_warning(
+                f"{path.stem} is from a later step than this save, so the run was resumed before it: deleted",
+                on_warning,
+            )
             path.unlink()
             released |= files
             continue
         if manifest is None:
-            if len(full) >= keep:  # damaged, and older than what is kept
+            if len(full) >= keep:  # damaged, and older than the kept ones
                 path.unlink()
         elif manifest["kind"] != "full":
             weights.append(path)
@@ -94,31 +95,31 @@ def clean(
             path.unlink()
             released |= files
         else:
-            _shrink(path, manifest, weight_keys, on_warning)
+            _reduce_to_weights(path, manifest, weight_keys, on_warning)
             weights.append(path)
             released |= files
     if keep_weights >= 0:
         for path in sorted(weights, key=manifest_step, reverse=True)[keep_weights:]:
             path.unlink()
     sync_folder(folder)
-    collect(folder, replay=newest is not None, released=released)
+    delete_unused(folder, replay=newest is not None, released=released)
 
 
-def collect(
+def delete_unused(
     folder: Path,
     needed: set[Path] | None = None,
     *,
     replay: bool = True,
     released: Collection[Path] = (),
 ) -> None:
-    """Delete state and (replay=True) replay files that no manifest names, nor `needed`.
+    """Delete state files and (replay=True) replay files that neither a manifest nor `needed` names.
 
-    Only files of ours are deleted: those in `released`, which this process wrote or a manifest named until now, and
-    those with a name that our buffers write. Nothing behind a link is deleted.
+    Only RL Lab's own files are deleted: those in `released` (written by this process, or named by a manifest
+    until now) and those whose name matches a buffer's. Nothing behind a link is deleted.
 
-    Only a save of the buffers may collect replay: between restoring another run's and the first save here, its
-    files are in use though no manifest names them yet. While a manifest cannot be read, what it names is
-    unknown, and nothing is deleted.
+    Only a save of the buffers may delete replay: after another run's replay was restored and before the first
+    save, its files are in use but no manifest names them yet. While a manifest is unreadable, the files it
+    names are unknown, and nothing is deleted.
     """
     named = set(needed or ())
     for path in folder.glob("*.json"):
@@ -126,17 +127,17 @@ def collect(
         if manifest is None:
             if path.stem.startswith("step_") or path.with_suffix(".pt").is_symlink():
                 return
-            continue  # not ours
+            continue  # not a manifest of RL Lab
         named.add(folder / manifest["state"]["file"])
         named |= named_replay(folder, manifest)
     for path in folder.glob("*.pt"):
         if path not in named and not path.is_symlink() and _STATE_FILE.fullmatch(path.name):
             path.unlink()
     if replay:
-        _collect_replay(folder / REPLAY_FOLDER, named, released)
+        _delete_unused_replay(folder / REPLAY_FOLDER, named, released)
 
 
-def _collect_replay(replay: Path, named: set[Path], released: Collection[Path]) -> None:
+def _delete_unused_replay(replay: Path, named: set[Path], released: Collection[Path]) -> None:
     if replay.is_symlink():
         return
     for parent, _, names in os.walk(replay, topdown=False):  # links to folders are not entered
@@ -149,7 +150,10 @@ def _collect_replay(replay: Path, named: set[Path], released: Collection[Path]) 
 
 
 def link(folder: Path, name: str, target: str, on_warning: Warn | None = None) -> None:
-    """Point `name` at a file beside it, in one step. Only a convenience: manifests say what is newest."""
+    """Atomically point the link `name` at a file in the same folder.
+
+    Loading uses the manifests, not the link.
+    """
     temporary = folder / f".{name}.tmp"
     try:
         temporary.unlink(missing_ok=True)
@@ -158,15 +162,15 @@ def link(folder: Path, name: str, target: str, on_warning: Warn | None = None) -
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        say(
+        emit_warning(
             f"{folder / name} could not be linked to {target} ({error}); loading does not need it", on_warning
         )
 
 
-def _shrink(
+def _reduce_to_weights(
     path: Path, manifest: dict[str, Any], weight_keys: Sequence[str], on_warning: Warn | None
 ) -> None:
-    """Make a complete checkpoint one of weights: new file, new manifest; the old file is collected later."""
+    """Replace a complete checkpoint by its weights: new file, new manifest; the old file is deleted later."""
     folder = path.parent
     try:
         state = load_data(folder / manifest["state"]["file"])
@@ -176,7 +180,7 @@ def _shrink(
         entry = {"file": target.name, "bytes": size, "crc32": crc}
         write_manifest(path, {**manifest, "kind": "weights", "state": entry, "buffers": {}})
     except (OSError, RuntimeError, CheckpointError) as error:
-        say(f"{path.stem} could not be cut down to weights ({error}): deleted", on_warning)
+        emit_warning(f"{path.stem} could not be reduced to weights ({error}): deleted", on_warning)
         path.unlink(missing_ok=True)
 
 
@@ -187,7 +191,9 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-# What remains of a state in a checkpoint that is weights only: enough to act and to look.
+# --- Manager ---
+
+# Keys of the state that a weights-only checkpoint keeps: enough to act and to evaluate.
 WEIGHT_KEYS = (
     "version",
     "global_step",
@@ -200,7 +206,7 @@ WEIGHT_KEYS = (
 
 
 class Buffer(Protocol):
-    """What the manager asks of a buffer; see the module docstring for the folder it is given."""
+    """Methods that the manager calls on a buffer; `folder` is replay/<buffer>/ (see the module docstring)."""
 
     def checkpoint(self, folder: Path) -> dict[str, Any]: ...
 
@@ -210,9 +216,9 @@ class Buffer(Protocol):
 class CheckpointManager:
     """Saves, cleans up and loads the checkpoints of one run. `folder` is the run's `checkpoints/`.
 
-    keep: newest checkpoints that stay complete, with replay. keep_weights: how many older ones stay as weights
-    (-1: all). on_damaged_replay: "older", "skip" or "stop", see `load_checkpoint`. Only the holder of the run's lock
-    may save; anyone may load.
+    keep: number of newest checkpoints kept complete, with replay. keep_weights: number of older ones kept as
+    weights (-1: all). on_damaged_replay: "older", "skip" or "stop", see `load_checkpoint`. Only the holder of
+    the run's lock may save; any process may load.
     """
 
     def __init__(
@@ -226,37 +232,36 @@ class CheckpointManager:
         on_warning: Callable[[str], None] | None = None,
     ) -> None:
         if keep < 1:
-            raise CheckpointError(f"at least one checkpoint must be kept, not {keep}")
+            raise CheckpointError(f"training.checkpoint.keep must be at least one, not {keep}")
         if on_damaged_replay not in ON_DAMAGED_REPLAY:
-            raise ConfigError(
-                f"training.on_damaged_replay is '{on_damaged_replay}'.{closest(on_damaged_replay, ON_DAMAGED_REPLAY)}"
-            )
+            hint = closest(on_damaged_replay, ON_DAMAGED_REPLAY)
+            raise ConfigError(f"training.on_damaged_replay is '{on_damaged_replay}'.{hint}")
         self.folder = Path(folder)
         self.keep = keep
         self.keep_weights = keep_weights
         self.weight_keys = tuple(weight_keys)
         self.on_damaged_replay = on_damaged_replay
         self.on_warning = on_warning
-        self._swept = False
-        self._seen: dict[Path, tuple[int, int]] = {}  # replay file -> size and time of its last change
+        self._leftovers_removed = False
+        self._seen: dict[Path, tuple[int, int]] = {}  # replay file -> size and modification time
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, oldest first; whether it is whole shows when it is loaded."""
+        """Return the steps that have a checkpoint, oldest first; `load` verifies them."""
         return [manifest_step(path) for path in reversed(manifests(self.folder))]
 
     def has_any(self) -> bool:
-        """Whether this run has a checkpoint to go on from, damaged or not."""
+        """Return whether this run has a checkpoint, intact or damaged."""
         return bool(manifests(self.folder))
 
     @staticmethod
     def load_file(
         path: Path | str, *, weights: bool = False, on_warning: Callable[[str], None] | None = None
     ) -> Loaded:
-        """Load without a run of one's own: `load_checkpoint`, where it is looked for."""
+        """Load without a manager: the same as `load_checkpoint`."""
         return load_checkpoint(path, weights=weights, on_warning=on_warning)
 
     def load(self, path: Path | str | None = None, *, weights: bool = False) -> Loaded:
-        """The newest good checkpoint of this run, or that of a file, run folder or checkpoints folder."""
+        """Load the newest intact checkpoint of this run, or of a file, run folder or checkpoints folder."""
         source = self.folder if path is None else path
         return load_checkpoint(
             source,
@@ -266,10 +271,10 @@ class CheckpointManager:
         )
 
     def restore_buffers(self, loaded: Loaded, buffers: Mapping[str, Buffer]) -> list[str]:
-        """Fill the buffers; returns the names of those whose rows are not all there, each said with a warning.
+        """Restore the buffers; returns the names of those with missing rows, and warns about each.
 
-        Replay of another run is brought into this run's folder first, so that the next checkpoint here, which
-        writes only what is new, stands on its own.
+        Replay of another run is first linked or copied into this run's folder: the next checkpoint writes
+        only new rows and must not depend on the other run.
         """
         return restore_buffers(loaded, buffers, into=self.folder, on_warning=self.on_warning)
 
@@ -282,30 +287,32 @@ class CheckpointManager:
         info: Mapping[str, Any] | None = None,
         tag: str | None = None,
     ) -> Path:
-        """Write a checkpoint and clean up behind it; returns the state file.
+        """Write a checkpoint and delete old ones; returns the state file.
 
-        tag: save weights only, under that name ("best"), in place of the earlier one of that name.
-        CheckpointError when something in the state cannot be saved (it names the key) or the disk refuses;
-        earlier checkpoints stay whole.
+        tag: save weights only, under that name ("best"), replacing the earlier one of that name.
+        CheckpointError if a value of the state cannot be saved (the message has its key) or writing fails;
+        earlier checkpoints stay intact.
         """
         if tag is not None:
             ours = tag in ("last", "replay") or tag.startswith("step_")
             if ours or not re.fullmatch(r"[a-z][a-z0-9_-]*", tag):
-                raise CheckpointError(f"'{tag}' cannot be the name of a checkpoint; 'best' or 'final' can")
+                raise CheckpointError(
+                    f"'{tag}' cannot be the name of a checkpoint: use a name such as 'best'"
+                )
             state = {key: value for key, value in state.items() if key in self.weight_keys}
             buffers = None
         data = to_saveable({"version": CHECKPOINT_VERSION, **state})
-        self._sweep()
+        self._remove_leftovers()
         name = tag or f"step_{step:09d}"
-        with self._explained(step, "replay"):
+        with self._as_checkpoint_error(step, "replay"):
             self.folder.mkdir(parents=True, exist_ok=True)
             entries = {key: self._save_buffer(key, buffer) for key, buffer in (buffers or {}).items()}
-            # Files of saves that failed half-way must not pile up, least of all on a full disk.
-            collect(self.folder, named_replay(self.folder, {"buffers": entries}), replay=tag is None)
+            # Files of failed saves must not accumulate, above all on a full disk.
+            delete_unused(self.folder, named_replay(self.folder, {"buffers": entries}), replay=tag is None)
         path = self._unused_state_file(name, step if tag else None)
-        with self._explained(step, "state", path):
+        with self._as_checkpoint_error(step, "state", path):
             size, crc = write_atomic(path, lambda file: torch.save(data, file))
-        with self._explained(step, "manifest", path):
+        with self._as_checkpoint_error(step, "manifest", path):
             manifest = {
                 "version": CHECKPOINT_VERSION,
                 "step": step,
@@ -327,8 +334,10 @@ class CheckpointManager:
         entry = buffer.checkpoint(folder)
         changed = self._changed_files(folder, entry)
         if changed:
-            # The rows are still in memory: without the file, most buffers write it again.
-            say(f"{', '.join(changed)} in {folder} changed since written: written again", self.on_warning)
+            # The rows are still in memory: if the file is missing, most buffers write it again.
+            emit_warning(
+                f"{folder}: {', '.join(changed)} changed after writing: written again", self.on_warning
+            )
             for file in changed:
                 (folder / file).unlink(missing_ok=True)
             entry = buffer.checkpoint(folder)
@@ -336,38 +345,38 @@ class CheckpointManager:
         for file in changed:
             path, size = folder / file, entry["files"][file]["bytes"]
             if not path.is_file() or path.stat().st_size != size:
-                raise CheckpointError(f"{path} should have {size} bytes and has not")
-            say(
+                raise CheckpointError(f"{path} should have {size} bytes but does not")
+            emit_warning(
                 f"{path} is damaged and cannot be written again: its rows will be lost on resume",
                 self.on_warning,
             )
         return entry
 
     def _changed_files(self, folder: Path, entry: Mapping[str, Any]) -> list[str]:
-        """Replay files that are no longer what was written.
+        """Return the replay files whose content differs from what was written.
 
-        Chunks written long ago are not written again, and reading all of them at every save would take too long:
-        the checksum is compared where size or time of change are not as they were.
+        Old chunks are not written again, and reading all of them at every save would take too long: the
+        checksum is compared only if size or modification time changed.
         """
         changed = []
-        for name, facts in entry.get("files", {}).items():
+        for name, record in entry.get("files", {}).items():
             path = folder / name
             try:
                 status = path.stat()
                 now = (status.st_size, status.st_mtime_ns)
-                whole = status.st_size == facts["bytes"] and (
-                    self._seen.get(path, now) == now or crc32_of(path) == facts["crc32"]
+                intact = status.st_size == record["bytes"] and (
+                    self._seen.get(path, now) == now or crc32_of(path) == record["crc32"]
                 )
             except OSError:
-                whole = False
-            if whole:
+                intact = False
+            if intact:
                 self._seen[path] = now
             else:
                 changed.append(name)
         return changed
 
     def _unused_state_file(self, name: str, step: int | None) -> Path:
-        """A file that the manifest of that name does not speak of: it must stay true until it is replaced."""
+        """Return a file that the existing manifest does not use, so that it stays valid until replaced."""
         stem = name if step is None else f"{name}.{step:09d}"
         try:
             taken = read_manifest(self.folder / f"{name}.json")["state"]["file"]
@@ -376,7 +385,7 @@ class CheckpointManager:
         return self.folder / (f"{stem}.again.pt" if taken == f"{stem}.pt" else f"{stem}.pt")
 
     @contextlib.contextmanager
-    def _explained(self, step: int, what: str, state_file: Path | None = None) -> Iterator[None]:
+    def _as_checkpoint_error(self, step: int, what: str, state_file: Path | None = None) -> Iterator[None]:
         try:
             yield
         except CheckpointError:
@@ -389,15 +398,15 @@ class CheckpointManager:
             while not isinstance(cause, OSError) and cause.__context__ is not None:
                 cause = cause.__context__
             raise CheckpointError(
-                f"the checkpoint of step {step} was not saved: writing its {what} in {self.folder} failed ({cause}); "
-                f"{free_bytes(self.folder):,} bytes are free there. Earlier checkpoints are whole."
+                f"{self.folder}: the checkpoint of step {step} was not saved, because writing its {what} "
+                f"failed ({cause}); {free_bytes(self.folder):,} bytes are free, and earlier checkpoints are intact"
             ) from error
 
-    def _sweep(self) -> None:
-        """Once: what a killed process left half written."""
-        if not self._swept:
+    def _remove_leftovers(self) -> None:
+        """Delete temporary files of a killed process, once."""
+        if not self._leftovers_removed:
             remove_temporary(self.folder)
-            self._swept = True
+            self._leftovers_removed = True
 
     def _clean(self, newest: int | None) -> None:
         try:
@@ -411,7 +420,7 @@ class CheckpointManager:
                 on_warning=self.on_warning,
             )
         except OSError as error:
-            say(
-                f"cleaning up in {self.folder} failed ({error}); the checkpoint itself is saved",
+            emit_warning(
+                f"{self.folder} could not be cleaned up ({error}); the checkpoint itself is saved",
                 self.on_warning,
             )

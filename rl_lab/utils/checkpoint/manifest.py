@@ -1,6 +1,6 @@
-"""Manifests: what a checkpoint consists of, and whether it is all there.
+"""Manifests: the list of a checkpoint's files with sizes and checksums, and the checks against it.
 
-A manifest is written last. It names every file with size and checksum, and carries a checksum of itself.
+A manifest is written last, and contains a checksum of itself.
 """
 
 from __future__ import annotations
@@ -18,34 +18,37 @@ CHECKPOINT_VERSION = 1
 REPLAY_FOLDER = "replay"
 _FIELDS = {"step": int, "kind": str, "state": dict, "buffers": dict, "info": dict}
 
-# From a version to the next one: state -> state. Old checkpoints walk this table up to CHECKPOINT_VERSION.
+# version -> function that converts a state to the next version; applied in order up to CHECKPOINT_VERSION.
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
 class CheckpointVersionError(CheckpointError):
-    """A checkpoint of another version than this code can read. Not damage: no other one is tried instead."""
+    """A checkpoint of a version that this code cannot read.
+
+    It is not damage: no other checkpoint is tried.
+    """
 
 
 def check_version(version: Any, source: Path) -> int:
-    """The version, if it can be read here, migrations included."""
+    """Return the version if this code can read it, directly or through migrations."""
     if not isinstance(version, int) or isinstance(version, bool):
-        raise CheckpointError(f"{source} states no checkpoint version: it is not one of ours")
+        raise CheckpointError(f"{source} has no checkpoint version: RL Lab did not write it")
     if version > CHECKPOINT_VERSION:
         raise CheckpointVersionError(
-            f"{source} has checkpoint version {version}, written by a newer RL Lab; this one reads up to "
-            f"{CHECKPOINT_VERSION}. Update rl-lab to load it."
+            f"{source} has checkpoint version {version}, written by a newer RL Lab, and this one reads up to "
+            f"{CHECKPOINT_VERSION}: update rl-lab to load it"
         )
-    lacking = [step for step in range(version, CHECKPOINT_VERSION) if step not in MIGRATIONS]
-    if lacking:
+    missing = [step for step in range(version, CHECKPOINT_VERSION) if step not in MIGRATIONS]
+    if missing:
         raise CheckpointVersionError(
-            f"{source} has checkpoint version {version}, and there is no way from version {lacking[0]} to "
-            f"{CHECKPOINT_VERSION}. Load it with the RL Lab that wrote it."
+            f"{source} has checkpoint version {version}, and no migration from version {missing[0]} to "
+            f"{CHECKPOINT_VERSION} exists: load it with the RL Lab that wrote it"
         )
     return version
 
 
 def migrate(state: dict[str, Any], source: Path) -> dict[str, Any]:
-    """The state as this version has it."""
+    """Convert a state to CHECKPOINT_VERSION."""
     for version in range(check_version(state.get("version"), source), CHECKPOINT_VERSION):
         state = {**MIGRATIONS[version](state), "version": version + 1}
     return state
@@ -57,7 +60,7 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest that is whole and of a version we read; CheckpointError otherwise."""
+    """Read and verify a manifest; CheckpointError if it is damaged or of an unsupported version."""
     manifest = read_json(path)
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{path} is damaged: not a manifest")
@@ -67,7 +70,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     check_version(manifest.get("version"), path)
     for name, kind in _FIELDS.items():
         if not isinstance(manifest.get(name), kind):
-            raise CheckpointError(f"{path} lacks what a manifest has: '{name}'")
+            raise CheckpointError(
+                f"{path} is not a valid manifest: '{name}' is missing or has the wrong type"
+            )
     return manifest
 
 
@@ -76,19 +81,19 @@ def _check(content: Mapping[str, Any]) -> int:
 
 
 def replay_files(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, int]]]:
-    """(buffer, file name, {bytes, crc32}) of every replay file that the manifest names."""
+    """Yield (buffer, file name, {bytes, crc32}) for every replay file that the manifest names."""
     for buffer, entry in manifest.get("buffers", {}).items():
         for name, facts in entry.get("files", {}).items():
             yield buffer, name, facts
 
 
 def state_problem(folder: Path, manifest: Mapping[str, Any]) -> str:
-    """What is wrong with the state file of a manifest, in a sentence; "" when it is whole."""
+    """Describe what is wrong with the state file of a manifest; "" if it is intact."""
     return _file_problem(folder, folder / manifest["state"]["file"], manifest["state"])
 
 
 def replay_problems(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Replay files that are not what the manifest says: buffer -> file -> what is wrong with it."""
+    """Return the replay files that differ from the manifest: buffer -> file -> problem."""
     problems: dict[str, dict[str, str]] = {}
     for buffer, name, facts in replay_files(manifest):
         problem = _file_problem(folder, folder / REPLAY_FOLDER / buffer / name, facts)

@@ -1,4 +1,4 @@
-"""Loading weights into modules: all of it or none, with one message that says what differs."""
+"""Strict loading of weights into modules: everything or nothing, and one error that lists all differences."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def load_matching(
 ) -> None:
     """Load a state_dict into a module, or {name: state_dict} into {name: module}, strictly.
 
-    Nothing is changed unless everything fits. CheckpointError lists missing keys, unexpected keys, and shapes
-    that differ (both of them).
+    Nothing is loaded unless everything matches. CheckpointError lists missing keys, unexpected keys and
+    mismatched shapes.
     """
     if isinstance(target, nn.Module):
         pairs = {prefix: (target, state)}
@@ -27,9 +27,9 @@ def load_matching(
     else:
         names = {name: f"{prefix}.{name}" if prefix else name for name in {**target, **state}}
         missing = [
-            f"{names[name]} (all of it)" for name in target if name not in state and _has_state(target[name])
+            f"{names[name]} (every key)" for name in target if name not in state and _has_state(target[name])
         ]
-        unexpected = [f"{names[name]} (all of it)" for name in state if name not in target]
+        unexpected = [f"{names[name]} (every key)" for name in state if name not in target]
         pairs = {names[name]: (part, state[name]) for name, part in target.items() if name in state}
     shapes: list[str] = []
     for name, (part, part_state) in pairs.items():
@@ -42,7 +42,7 @@ def load_matching(
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             first_line = str(error).strip().split("\n")[0][:300]
             raise CheckpointError(
-                f"the checkpoint does not fit {name or 'this model'}: {first_line}"
+                f"{name or 'this model'} does not match the checkpoint: {first_line}"
             ) from None
 
 
@@ -52,21 +52,23 @@ def partial_load(
     components: Any,
     controllers: Any,
 ) -> list[str]:
-    """Load only the parts that `load: {path: …, components: [encoder], controllers: [actor]}` names.
+    """Load only the parts named in `load: {path: …, components: [encoder], controllers: [actor]}`.
 
-    components, controllers: {name: module}, or anything with `items()`. A list may also be "all": every part
-    that is on both sides. Returns what was loaded, as "components.encoder".
+    components, controllers: {name: module}, or anything with `items()`. In the config, "all" instead of a
+    list loads every part that both the run and the checkpoint have. Returns the loaded parts, such as
+    "components.encoder".
     """
     unknown = [key for key in load_spec if key not in ("path", "components", "controllers")]
     if unknown:
         known = ("path", "components", "controllers")
-        raise ConfigError(
-            f"load.{unknown[0]} is not a thing that can be loaded.{closest(str(unknown[0]), known)}"
-        )
+        raise ConfigError(f"load.{unknown[0]} is not a key of load.{closest(str(unknown[0]), known)}")
     plan: list[tuple[str, dict[str, Any], Mapping[str, Any]]] = []
-    for room, parts in (("components", dict(components.items())), ("controllers", dict(controllers.items()))):
-        saved = state.get(room, {})
-        names = load_spec.get(room) or []
+    for group, parts in (
+        ("components", dict(components.items())),
+        ("controllers", dict(controllers.items())),
+    ):
+        saved = state.get(group, {})
+        names = load_spec.get(group) or []
         if names == "all":
             names = [name for name in parts if name in saved]
         elif isinstance(names, str):
@@ -74,16 +76,18 @@ def partial_load(
         for name in names:
             if name not in parts:
                 raise ConfigError(
-                    f"load.{room} names '{name}', which this run does not have.{closest(name, parts)}"
+                    f"load.{group} names '{name}', which this run does not have.{closest(name, parts)}"
                 )
             if name not in saved:
-                raise CheckpointError(f"the checkpoint to load has no {room}.{name}.{closest(name, saved)}")
-        plan.append((room, {name: parts[name] for name in names}, {name: saved[name] for name in names}))
+                raise CheckpointError(
+                    f"load.{group} names '{name}', which the checkpoint does not have.{closest(name, saved)}"
+                )
+        plan.append((group, {name: parts[name] for name in names}, {name: saved[name] for name in names}))
     if not any(parts for _, parts, _ in plan):
-        raise ConfigError("load: names nothing to load; give it components: [...] or controllers: [...]")
-    for room, parts, saved in plan:
-        load_matching(parts, saved, prefix=room)
-    return [f"{room}.{name}" for room, parts, _ in plan for name in parts]
+        raise ConfigError("load names nothing to load: add components: [...] or controllers: [...]")
+    for group, parts, saved in plan:
+        load_matching(parts, saved, prefix=group)
+    return [f"{group}.{name}" for group, parts, _ in plan for name in parts]
 
 
 def _has_state(part: Any) -> bool:
@@ -93,13 +97,15 @@ def _has_state(part: Any) -> bool:
 def _compare(
     name: str, part: Any, state: Any, missing: list[str], unexpected: list[str], shapes: list[str]
 ) -> None:
-    """Add the differences between a module and the state meant for it."""
+    """Append the differences between a module and its state to the three lists."""
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"the checkpoint holds no weights under '{name}', but a {type(state).__name__}")
+        raise CheckpointError(
+            f"'{name}' is of type {type(state).__name__} in the checkpoint, not a state_dict"
+        )
     if not hasattr(part, "load_state_dict"):
         raise CheckpointError(f"'{name}' ({type(part).__name__}) has no weights to load")
     if not isinstance(part, nn.Module):
-        return  # an optimizer or the like: its own load_state_dict judges
+        return  # for example an optimizer: its own load_state_dict checks
     own = part.state_dict()
     dot = f"{name}." if name else ""
     missing += [dot + key for key in own if key not in state]
@@ -117,10 +123,10 @@ def _compare(
 
 
 def _difference(prefix: str, missing: list[str], unexpected: list[str], shapes: list[str]) -> str:
-    lines = [f"the checkpoint does not fit {prefix or 'this model'}:"]
+    lines = [f"{prefix or 'this model'} does not match the checkpoint:"]
     for title, items in (
         ("missing in the checkpoint", missing),
-        ("unknown to the model", unexpected),
+        ("missing in the model", unexpected),
         ("different shapes", shapes),
     ):
         if items:
@@ -128,7 +134,5 @@ def _difference(prefix: str, missing: list[str], unexpected: list[str], shapes: 
             lines += [f"    {item}" for item in items[:SHOWN]]
             if len(items) > SHOWN:
                 lines.append(f"    … and {len(items) - SHOWN} more")
-    lines.append(
-        "Use the config that the checkpoint was made with, or load parts of it (load: {components: [...]})."
-    )
+    lines.append("Use the config of the checkpoint's run, or load parts of it (load: {components: [...]}).")
     return "\n".join(lines)

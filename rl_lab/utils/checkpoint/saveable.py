@@ -1,7 +1,7 @@
-"""State that can be saved and loaded as data, never as code.
+"""Conversion of state to types that `torch.load(weights_only=True)` accepts, and loading of such files.
 
-`torch.load(weights_only=True)` runs nothing from the file, but takes only a few types. `to_saveable` finds out
-when *saving*, with the key that is wrong, instead of leaving a checkpoint that cannot be read.
+`weights_only=True` runs no code from the file and accepts only a few types. `to_saveable` raises when
+*saving*, with the key of the unsupported value, so that no unreadable checkpoint is written.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_DEPTH = 100  # the pickler itself recurses a few calls per level
 
 
 def to_saveable(value: Any, path: str = "") -> Any:
-    """The same value with numpy turned into tensors and numbers; CheckpointError naming the key that cannot be.
+    """Convert numpy values to tensors and numbers; CheckpointError with the key of an unsupported value.
 
-    Kept as they are: None, numbers, text, tensors (detached; views are copied so that a slice does not
-    drag its whole storage along), lists, tuples, dicts. Types are taken exactly: an enum or a named tuple is a
-    class, and would need code to load.
+    Unchanged: None, numbers, text, tensors (detached; views are copied so that a slice does not save its
+    complete storage), lists, tuples, dicts. Subclasses such as enums and named tuples are refused: loading
+    them needs code.
     """
     return _convert(value, path, ())
 
@@ -49,12 +49,12 @@ def _convert(value: Any, path: str, parents: tuple[int, ...]) -> Any:
     if isinstance(value, np.generic):
         if value.dtype.kind in "biufc":
             return value.item()
-        raise _refusal(path, value, "only numbers and bools of numpy can be saved")
+        raise _refusal(path, value, "only numpy numbers and bools can be saved")
     if kind in (list, tuple, dict, OrderedDict):
         if id(value) in parents:
             raise _refusal(path, value, "it contains itself")
         if len(parents) >= MAX_DEPTH:
-            raise _refusal(path, value, f"it is nested more than {MAX_DEPTH} deep")
+            raise _refusal(path, value, f"it is nested more than {MAX_DEPTH} levels deep")
         return _container(value, path, (*parents, id(value)))
     raise _refusal(path, value, _advice(value))
 
@@ -65,7 +65,7 @@ def _container(value: Any, path: str, parents: tuple[int, ...]) -> Any:
     result = type(value)()
     for key, item in value.items():
         result[_key(key, path)] = _convert(item, f"{path}.{key}" if path else str(key), parents)
-    metadata = getattr(value, "_metadata", None)  # versions of modules, on what nn.Module.state_dict returns
+    metadata = getattr(value, "_metadata", None)  # module versions, set by nn.Module.state_dict
     if metadata is not None:
         result._metadata = _convert(metadata, f"{path}._metadata", parents)
     return result
@@ -102,11 +102,11 @@ def _tensor(value: torch.Tensor, path: str) -> torch.Tensor:
 
 def _array(value: np.ndarray, path: str) -> torch.Tensor:
     if value.dtype.kind not in "biufc":
-        raise _refusal(path, value, f"arrays of dtype {value.dtype} cannot be tensors")
+        raise _refusal(path, value, f"arrays of dtype {value.dtype} cannot be converted to tensors")
     try:
-        # A copy: in the machine's byte order, contiguous, and writable.
+        # A copy in native byte order, contiguous and writable.
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C", subok=False))
-    except TypeError as error:  # longdouble and the like
+    except TypeError as error:  # for example longdouble
         raise _refusal(path, value, str(error)) from None
 
 
@@ -114,7 +114,7 @@ def _advice(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return "save a sorted list instead"
     if isinstance(value, (bytes, bytearray)):
-        return "save a uint8 tensor or text instead"  # weights_only takes bytes, but not empty ones
+        return "save a uint8 tensor or text instead"  # weights_only accepts bytes, but not empty ones
     if callable(getattr(value, "state_dict", None)):
         return "save its state_dict() instead"
     if callable(getattr(value, "get_state", None)):
@@ -125,18 +125,18 @@ def _advice(value: Any) -> str:
 def _refusal(path: str, value: Any, reason: str) -> CheckpointError:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return CheckpointError(f"cannot save '{path or 'state'}' ({name}): {reason}")
+    return CheckpointError(f"'{path or 'state'}' ({name}) cannot be saved: {reason}")
 
 
 def load_data(path: Path, *, check_zip: bool = False) -> Any:
-    """Content of a file that `torch.save` wrote, on the CPU; no code from the file is ever run.
+    """Load a file written by `torch.save` to the CPU; no code from the file is run.
 
-    check_zip: verify the archive's own checksums, for files that no manifest vouches for.
+    check_zip: verify the archive's own checksums, for files without a manifest.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path} is not a checkpoint, or its end is missing: it is no zip archive")
+        raise CheckpointError(f"{path} is not a zip archive: it is not a checkpoint, or its end is missing")
     try:
         if check_zip:
             with zipfile.ZipFile(path) as archive:
@@ -144,21 +144,22 @@ def load_data(path: Path, *, check_zip: bool = False) -> Any:
             if broken is not None:
                 raise CheckpointError(f"{path} is damaged: the checksum of '{broken}' in it is wrong")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's advice on TorchScript and pickle protocols
+            warnings.simplefilter("ignore")  # torch's warnings about TorchScript and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # damaged archives fail in many ways, torch's own among them
+    except Exception as error:  # damaged archives raise many types of errors
         raise CheckpointError(_load_failure(path, error)) from None
 
 
 def _load_failure(path: Path, error: Exception) -> str:
-    """One sentence instead of torch's, which advises to load the file with code."""
+    """Return one sentence instead of torch's message, which advises to use weights_only=False."""
     text = str(error)
     wanted = sorted(set(re.findall(r"GLOBAL ([\w.]+)", text)))
     if wanted or "TorchScript" in text:
         what = ", ".join(wanted) or "TorchScript"
-        return f"{path} is refused: it needs code to load ({what}), and checkpoints are data only"
+        return f"{path} is refused: it needs code to load ({what}), but checkpoints are data only"
     if isinstance(error, pickle.UnpicklingError):
-        return f"{path} is refused: it is damaged, or holds more than plain data"
-    return f"{path} cannot be read: it is damaged or no checkpoint ({type(error).__name__}: {text.strip()[:200]})"
+        return f"{path} is refused: it is damaged or does not contain plain data only"
+    reason = f"{type(error).__name__}: {text.strip()[:200]}"
+    return f"{path} cannot be read: it is damaged or not a checkpoint ({reason})"

@@ -1,4 +1,4 @@
-"""DreamerV3: workflow, losses, report, settings, and the variant that acts by planning."""
+"""DreamerV3: workflow, losses, report, settings, and a variant that acts by planning (mpc.py)."""
 
 from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 

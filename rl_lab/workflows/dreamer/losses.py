@@ -1,7 +1,7 @@
-"""The losses of DreamerV3 as pure functions (Hafner et al. 2025; danijar/dreamerv3 agent.py, current form).
+"""Losses of DreamerV3 as pure functions (Hafner et al. 2025; danijar/dreamerv3 @ e3f0224 agent.py, rssm.py).
 
-Shapes: B sequences, T steps, F features; N imagined dreams of H steps, so H+1 states. A reward and a continue
-probability belong to the state they arrive with, an action to the state it is taken in.
+Shapes: B sequences, T steps, F features; N imagined rollouts of H steps, thus H+1 states. Rewards and
+continue probabilities are indexed by the state they arrive with, actions by the state they are taken in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def mean_losses(losses: Losses) -> Losses:
 
 
 def total_loss(losses: Mapping[str, torch.Tensor], scales: Mapping[str, float]) -> torch.Tensor:
-    """Σ scale × loss (0-d each). Both have the same keys: a loss without a scale is a mistake, and so is the reverse."""
+    """Σ scale × loss (0-d each). `losses` and `scales` must have the same keys."""
     assert losses.keys() == scales.keys(), f"losses {sorted(losses)} but scales {sorted(scales)}"
     scaled = [losses[name] if scales[name] == 1.0 else losses[name] * scales[name] for name in losses]
     return torch.stack(scaled).sum()
@@ -32,9 +32,12 @@ def kl_losses(
     prior: torch.Tensor,  # (B, T, S, C)
     free_nats: float,
 ) -> tuple[Losses, dict[str, torch.Tensor]]:
-    """Two halves of the KL: the prior learns to predict, and (scaled less) the posterior to be predictable.
+    """KL losses of the RSSM (rssm.py: `RSSM.loss`), (B, T) each, with free nats; metrics.
 
-    Free nats apply to a step's sum over all variables, each half by itself.
+    dynamics        max(free_nats, KL(sg(posterior) ‖ prior)) trains the prior
+    representation  max(free_nats, KL(posterior ‖ sg(prior))) trains the posterior
+
+    The KL is summed over the S variables of a step before it is clipped.
     """
     dynamics = kl_divergence(posterior.detach(), prior)
     representation = kl_divergence(posterior, prior.detach())
@@ -50,19 +53,19 @@ def kl_losses(
     return losses, metrics
 
 
-class Dreams(NamedTuple):
-    """N dreams of H steps: what is known of them before anything is learned from them."""
+class ImaginedRollouts(NamedTuple):
+    """N imagined rollouts of H steps with their values and λ-returns."""
 
-    feature: torch.Tensor  # (N, H+1, F); with gradient where the policy learns through the dynamics
+    feature: torch.Tensor  # (N, H+1, F); has a gradient if the actor learns through the dynamics
     action: torch.Tensor  # (N, H, …)
     reward: torch.Tensor  # (N, H+1)
-    cont: torch.Tensor  # (N, H+1) discount included
-    value_logits: torch.Tensor  # (N, H+1, bins) with gradient for the critic alone
-    value: torch.Tensor  # (N, H+1); with gradient where the features have one
-    returns: torch.Tensor  # (N, H); likewise
+    cont: torch.Tensor  # (N, H+1) discount × P(continue)
+    value_logits: torch.Tensor  # (N, H+1, bins) with gradient for the critic only
+    value: torch.Tensor  # (N, H+1); has a gradient if `feature` has one
+    returns: torch.Tensor  # (N, H); has a gradient if `feature` has one
 
 
-def value_dreams(
+def evaluate_rollouts(
     critic: Any,
     return_computer: Any,
     *,
@@ -70,38 +73,41 @@ def value_dreams(
     action: torch.Tensor,
     reward: torch.Tensor,
     cont: torch.Tensor,
-) -> Dreams:
-    """The critic's opinion of dreamed states, and the returns that follow from it."""
+) -> ImaginedRollouts:
+    """Add values and returns; λ-returns by default: R_t = r_{t+1} + c_{t+1} ((1 − λ) v_{t+1} + λ R_{t+1})."""
     value_logits = critic(feature.detach())
     with torch.set_grad_enabled(feature.requires_grad):
         value = critic.value(feature) if feature.requires_grad else critic.mean(value_logits)
         returns = return_computer(reward, cont, value)
-    return Dreams(feature, action, reward, cont, value_logits, value, returns)
+    return ImaginedRollouts(feature, action, reward, cont, value_logits, value, returns)
 
 
 def actor_critic_losses(
-    actor: Any, critic: Any, dreams: Dreams, *, entropy_scale: torch.Tensor | float
+    actor: Any, critic: Any, rollouts: ImaginedRollouts, *, entropy_scale: torch.Tensor | float
 ) -> tuple[Losses, dict[str, torch.Tensor]]:
-    """The actor's loss, and the critic's: two-hot regression on the returns.
+    """Losses of actor and critic (agent.py: `imag_loss`), (N, H) each; metrics.
 
-    The actor learns by REINFORCE with a baseline, for discrete and continuous actions alike; in dreams with gradient by
-    that of the advantage itself. returns: losses (N, H) each, metrics.
+    actor   −w (log π(a) sg(A) + η H[π]), REINFORCE with advantage A = (R − v) / max(1, S) and return range S;
+            −w (A + η H[π]) if the rollouts have gradients, which then flow through the dynamics
+    critic  w × (two-hot cross-entropy to sg(R) + cross-entropy to the slow critic's value)
+
+    w is the discounted probability that the rollout has not ended.
     """
-    feature, action, returns = dreams.feature.detach(), dreams.action.detach(), dreams.returns.detach()
+    feature, action, returns = rollouts.feature.detach(), rollouts.action.detach(), rollouts.returns.detach()
     with torch.no_grad():
         scale = actor.return_normalizer.update(returns)
-        # Probability of still being alive in each state; the starting state's own continue is part of it.
-        weight = torch.cumprod(dreams.cont, 1)[:, :-1]
+        # Discounted probability of having reached each state, including the continue of the starting state.
+        weight = torch.cumprod(rollouts.cont, 1)[:, :-1]
         slow = critic.slow_value(feature)[:, :-1]
-    advantage = (dreams.returns - dreams.value[:, :-1]) / scale
-    # The last state is only judged, not acted in. It is left out behind the networks: cut off before, all the other
-    # features would have to be copied.
+    advantage = (rollouts.returns - rollouts.value[:, :-1]) / scale
+    # The last state only bootstraps and has no action. It is sliced off after the networks, because slicing
+    # the features first would copy them.
     padded = torch.cat([action, action[:, -1:]], 1)
     log_prob, policy_entropy = (x[:, :-1] for x in actor.log_prob_and_entropy(feature, padded))
     gain = advantage if advantage.requires_grad else log_prob * advantage
     losses = {
         "actor": -weight * (gain + entropy_scale * policy_entropy),
-        "critic": weight * critic.loss(dreams.value_logits[:, :-1], returns, slow),
+        "critic": weight * critic.loss(rollouts.value_logits[:, :-1], returns, slow),
     }
     normalizer = actor.return_normalizer
     metrics = {
@@ -110,10 +116,10 @@ def actor_critic_losses(
         "return_low": normalizer.low.clone(),
         "return_high": normalizer.high.clone(),
         "return_scale": scale,
-        "value_mean": dreams.value.detach().mean(),
-        "value_rise": (dreams.value[:, -1] - dreams.value[:, 0]).detach().mean(),
+        "value_mean": rollouts.value.detach().mean(),
+        "value_rise": (rollouts.value[:, -1] - rollouts.value[:, 0]).detach().mean(),
         "advantage_size": advantage.detach().abs().mean(),
-        "reward_mean": dreams.reward.detach().mean(),
+        "reward_mean": rollouts.reward.detach().mean(),
         "alive_mean": weight.mean(),
     }
     return losses, metrics
@@ -130,7 +136,10 @@ def replay_value_loss(
     bootstrap: torch.Tensor,  # (B, T) imagined return of each replayed state
     discount: float,
 ) -> torch.Tensor:
-    """The critic on real rewards: (B, T-1). A last state has no return of its own, so it weighs nothing."""
+    """Critic loss on replayed rewards (agent.py: `repl_loss`), (B, T-1).
+
+    The returns bootstrap from imagined returns. The last state of an episode has no return: its weight is 0.
+    """
     logits = critic(feature[:, :-1])
     with torch.no_grad():
         cont = (~terminated).float() * discount

@@ -1,7 +1,7 @@
-"""Dreamer that plans: it learns as DreamerV3 does, and acts by searching its own world model.
+"""DreamerV3 that acts by planning in its world model; training is unchanged.
 
-The actor proposes some of the action sequences and the critic says what comes after the horizon, so that a plan is at
-least as good in the model's eyes as what the actor would do alone.
+The actor proposes some of the candidate action sequences and the critic gives the value after the horizon,
+so the model rates a plan at least as high as the actor's own actions.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ from rl_lab.workflows.base import PolicyState
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 
-# --------------------
-# A recurrent state-space model as a planner sees it: next, reward, value, policy.
-
-
 State = Mapping[str, torch.Tensor]
 
 
 class RSSMModel:
-    """The RSSM with its reward, continue, actor and critic heads. Latents are states: deter and stoch.
+    """Planning model of an RSSM: next, reward, alive, value, policy. Latents are states (deter, stoch).
 
-    discount: what the continue head has learned to multiply the chance of going on with
+    discount: the factor of the continue head's prediction that is not the probability of continuing
     """
 
     def __init__(
@@ -52,12 +48,12 @@ class RSSMModel:
         return self.rssm.imagine_step(latent, stored_action(action, self.action), noise)
 
     def reward(self, latent: State, action: torch.Tensor, following: State) -> torch.Tensor:
-        """A reward belongs to the state it arrives with."""
+        """The reward that arrives with the following state."""
         return self.reward_head.predict(self.rssm.feature(following))
 
     def alive(self, following: State) -> torch.Tensor:
-        chance = self.continue_head.predict(self.rssm.feature(following)) / self.discount
-        return chance.clamp(max=1.0)
+        probability = self.continue_head.predict(self.rssm.feature(following)) / self.discount
+        return probability.clamp(max=1.0)
 
     def value(self, latent: State, noise: torch.Tensor | None = None) -> torch.Tensor:
         return self.critic.value(self.rssm.feature(latent))
@@ -66,11 +62,11 @@ class RSSMModel:
         return self.action_encoder(self.actor.sample(self.rssm.feature(latent), noise))
 
 
-PLAN = "plan"
+PLAN = "plan"  # key of the planner's memory in the policy state
 
 
 class DreamerMPCWorkflow(DreamerWorkflow):
-    """Parts of DreamerWorkflow, and a controller `planner`."""
+    """DreamerWorkflow with one more controller, `planner`, that chooses the actions."""
 
     def _bind_context(self, context: WorkflowContext) -> None:
         super()._bind_context(context)
@@ -97,7 +93,7 @@ class DreamerMPCWorkflow(DreamerWorkflow):
         self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
     ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
         state = {key: value for key, value in policy_state.items() if key != PLAN}
-        # The posterior step, and the actor's opinion, which is replaced; random actions stay what they are.
+        # Updates the posterior. The plan replaces the actor's action, but not a random one.
         action, state, extras = super().act(obs, state, is_first, mode)
         if mode.epsilon >= 1.0:
             return action, {**state, PLAN: self.planner.memory(len(is_first), self.device)}, extras
@@ -106,17 +102,17 @@ class DreamerMPCWorkflow(DreamerWorkflow):
 
     @torch.no_grad()
     def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
-        going_on = torch.zeros(len(state["deter"]), dtype=torch.bool, device=self.device)
+        is_first = torch.zeros(len(state["deter"]), dtype=torch.bool, device=self.device)
         memory = state.get(PLAN)
         if memory is None:
-            memory = self.planner.memory(len(going_on), self.device)
-        action, memory = self._plan(state, memory, going_on, mode)
+            memory = self.planner.memory(len(is_first), self.device)
+        action, memory = self._plan(state, memory, is_first, mode)
         return action, {**state, PLAN: memory}
 
     def _plan(
         self, state: PolicyState, memory: torch.Tensor, is_first: torch.Tensor, mode: ActMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Actions (N, …) as stored, and the plan to go on from."""
+        """Actions (N, …) in the stored format, and the planner memory for the next step."""
         draw = {"normal": torch.randn, "uniform": torch.rand}
         noise = {
             name: draw[spec.kind](spec.shape, generator=mode.generator, device=self.device)

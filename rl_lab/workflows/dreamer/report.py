@@ -1,4 +1,4 @@
-"""What the world model expects: beside what happened (open-loop prediction of replayed sequences), and in dreams."""
+"""Report of Dreamer: open-loop predictions of replayed sequences, and imagined rollouts."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ if TYPE_CHECKING:
     from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 
 
-ROWS = 6  # sequences shown under one another in a video
-DREAMS = 8  # shown side by side
-BORDER = 2  # pixels; green while the model sees the truth, red while it dreams
+SEQUENCES = 6  # stacked vertically in an open-loop video
+ROLLOUTS = 8  # side by side in an imagination video
+BORDER = 2  # pixels; green while the model observes, red while it predicts
 
 
 @torch.no_grad()
 def dreamer_report(workflow: DreamerWorkflow, batch: Batch) -> dict[str, Any]:
-    """The first half of each sequence is observed. What follows is predicted, and dreamed as long as the sequence is.
+    """Observe the first half of each sequence, then predict the second half and imagine a rollout.
 
-    open_loop/<name>          (T, C, B·H, 3·W) uint8: truth | model | error of images, led by the recorded actions
-    open_loop_error/<name>    mean squared error of the predicted half: of pixels in [0, 1], or in symlog space
-    imagination/<name>, imagination_return   of dreams with the policy's own actions: see imagined_report.py
+    open_loop/<name>          (T, C, B·H, 3·W) uint8: images, truth | model | error, with recorded actions
+    open_loop_error/<name>    mean squared error of the predicted half, of pixels in [0, 1] or in symlog space
+    imagination/<name>, imagination_return   of rollouts with the policy's actions: see `imagined_report`
 
-    Noise is drawn from generators of its own: a report neither changes training nor differs between calls.
+    The noise has its own generators with fixed seeds: a report is reproducible and does not change training.
     """
     context = workflow.settings.replay_context
     length = batch.reward.shape[1] - context
     seen = max(1, length // 2)
     start = Batch({key: value[:, : context + seen] for key, value in batch.columns.items()})
-    few = Batch({key: value[:DREAMS] for key, value in start.columns.items()})
+    first = Batch({key: value[:ROLLOUTS] for key, value in start.columns.items()})
     generator = torch.Generator(workflow.device).manual_seed(0)
-    dream = workflow.imagine(horizon=length, batch=few, decode=True, generator=generator)
+    imagined = workflow.imagine(horizon=length, batch=first, decode=True, generator=generator)
     return {
         **_open_loop(workflow, batch, start, seen),
-        **imagined_report(dream, discount=workflow.settings.discount),
+        **imagined_report(imagined, discount=workflow.settings.discount),
     }
 
 
 def _open_loop(workflow: DreamerWorkflow, batch: Batch, start: Batch, seen: int) -> dict[str, Any]:
-    """start: the rows of `batch` that are observed, `seen` of each sequence behind its context."""
+    """start: the observed rows of `batch`: the context and the next `seen` rows of each sequence."""
     context = workflow.settings.replay_context
     size, length = len(batch.reward), batch.reward.shape[1] - context
     generator = torch.Generator(workflow.device).manual_seed(0)
@@ -51,12 +51,12 @@ def _open_loop(workflow: DreamerWorkflow, batch: Batch, start: Batch, seen: int)
         noise = torch.rand(size, length, rssm.stoch, generator=generator, device=workflow.device)
         states, _ = workflow.infer(start, noise[:, :seen])
         state = {key: value[:, -1] for key, value in states.items()}
-        dreamed: dict[str, list[torch.Tensor]] = {key: [] for key in states}
+        predicted: dict[str, list[torch.Tensor]] = {key: [] for key in states}
         for t in range(seen, length):
             state = rssm.imagine_step(state, batch.action[:, context + t - 1], noise[:, t])
             for key, value in state.items():
-                dreamed[key].append(value)
-        states = {key: torch.cat([value, torch.stack(dreamed[key], 1)], 1) for key, value in states.items()}
+                predicted[key].append(value)
+        states = {key: torch.cat([value, torch.stack(predicted[key], 1)], 1) for key, value in states.items()}
         prediction = decoder(states, rssm.feature(states))
     obs = {key: value[:, context:] for key, value in batch.obs.items()}
     report: dict[str, Any] = {}
@@ -64,12 +64,12 @@ def _open_loop(workflow: DreamerWorkflow, batch: Batch, start: Batch, seen: int)
         report[f"open_loop_error/{key}"] = float(loss[:, seen:].mean() / prediction[key][0, 0].numel())
     for key, value in decoder.observations(prediction).items():
         if value.dtype == torch.uint8 and value.ndim == 5:
-            report[f"open_loop/{key}"] = truth_model_error(obs[key][:ROWS], value[:ROWS], seen)
+            report[f"open_loop/{key}"] = truth_model_error(obs[key][:SEQUENCES], value[:SEQUENCES], seen)
     return report
 
 
 def truth_model_error(truth: torch.Tensor, model: torch.Tensor, seen: int) -> torch.Tensor:
-    """truth, model: (B, T, C, H, W) uint8 -> video (T, C, B·H, 3·W) uint8; grey in the error means none."""
+    """truth, model: (B, T, C, H, W) uint8 -> video (T, C, B·H, 3·W) uint8; an error of 0 is grey."""
     error = ((model.float() - truth.float()) / 2 + 127.5).to(torch.uint8)
     video = torch.cat([truth, _bordered(model, seen), error], -1)  # (B, T, C, H, 3W)
     return video.permute(1, 2, 0, 3, 4).flatten(2, 3).cpu()

@@ -1,4 +1,4 @@
-"""The numbers of Dreamer, read once from `algorithm.*` into plain attributes."""
+"""Hyperparameters of Dreamer, read from `algorithm.*`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rl_lab.errors import ConfigError
 from rl_lab.workflows.settings import read_loss_scales, require_all
 
-# One loss each; `reconstruction` stands for every observation.
+# Keys of `algorithm.loss_scales`; `reconstruction` applies to every observation.
 LOSSES = (
     "reconstruction",
     "reward",
@@ -24,7 +24,7 @@ LOSSES = (
 
 @dataclass(frozen=True)
 class DreamerSettings:
-    """Meanings and published values stand in configs/algorithm/dreamer.yaml."""
+    """configs/algorithm/dreamer.yaml describes each field and has the published values."""
 
     learning_rate: float
     batch_size: int
@@ -64,14 +64,14 @@ class DreamerSettings:
     def check(self) -> None:
         if self.replay_context not in (0, 1):
             raise ConfigError(
-                f"algorithm.replay_context is {self.replay_context}; it can be 0 or 1 stored latent"
+                f"algorithm.replay_context is {self.replay_context}: set it to 0 or 1 (stored latents)"
             )
         if self.batch_length < 2:
-            raise ConfigError("algorithm.batch_length must be at least 2: a return needs a following step")
+            raise ConfigError("algorithm.batch_length must be at least 2: a return needs a next step")
         if not 0 <= self.imagination_last <= self.batch_length or self.imagination_last == 1:
             raise ConfigError(
-                f"algorithm.imagination_last is {self.imagination_last}; it can be 0 (every step) "
-                f"or 2 to batch_length ({self.batch_length})"
+                f"algorithm.imagination_last is {self.imagination_last}: set it to 0 (every step) "
+                f"or to a value from 2 to batch_length ({self.batch_length})"
             )
 
     @property
@@ -80,5 +80,5 @@ class DreamerSettings:
 
     @property
     def starts(self) -> int:
-        """Steps of each sequence that imagination starts from."""
+        """Number of last steps of each sequence from which imagination starts."""
         return self.imagination_last or self.batch_length

@@ -1,9 +1,10 @@
-"""DreamerV3 in its current form (Hafner et al. 2025, Nature; danijar/dreamerv3 @ e3f0224).
+"""DreamerV3 (Hafner et al. 2025, Nature; danijar/dreamerv3 @ e3f0224).
 
-A recurrent world model is learned from replay; actor and critic are learned in dreams that start from the states just
-inferred. The fast path is one fused hook, `update`: one step for all parts; the critic's loss on replayed rewards
-reaches the world model. `update_world_model` and `update_controller` do the halves apart, for curricula.
-docs/algorithms/dreamer.md has what differs from the original.
+The world model (an RSSM with decoder, reward and continue heads) is trained on replayed sequences. Actor and
+critic are trained on imagined rollouts that start from the posterior states of those sequences. The hook
+`update` trains all parts in one step; the critic's loss on replayed rewards also reaches the world model.
+`update_world_model` and `update_controller` train the two halves separately, for curricula. The loss
+functions are in `losses.py`. docs/algorithms/dreamer.md lists the differences from the original.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_lab.components.nn.categorical import one_hot
-from rl_lab.components.nn.fast_path import Aside, fast, fast_path, resolve_fast_path
+from rl_lab.components.nn.fast_path import SideStream, fast, fast_path, resolve_fast_path
 from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
 from rl_lab.components.nn.training_step import (
     AverageGradients,
@@ -27,16 +28,16 @@ from rl_lab.components.nn.training_step import (
     keep_gradients,
     optimizer_step,
 )
-from rl_lab.components.representation_learners.rssm_fast import FrozenDynamics, dream, dream_with_gradient
+from rl_lab.components.representation_learners.rssm_fast import FrozenDynamics, imagine, imagine_with_gradient
 from rl_lab.errors import ConfigError
 from rl_lab.records import (
     ActMode,
     ArraySpec,
     Batch,
     BatchSpec,
-    Dreamed,
     Hook,
     Imagined,
+    ImaginedStep,
     NoiseSpec,
     Spec,
     UpdateResult,
@@ -44,27 +45,29 @@ from rl_lab.records import (
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer.losses import (
-    Dreams,
+    ImaginedRollouts,
     Losses,
     actor_critic_losses,
+    evaluate_rollouts,
     kl_losses,
     mean_losses,
     replay_value_loss,
     total_loss,
-    value_dreams,
 )
 from rl_lab.workflows.dreamer.report import dreamer_report
 from rl_lab.workflows.dreamer.settings import DreamerSettings
 
-# --------------------
-# Dreamer without its training: the parts, acting with them, dreaming with them. dreamer.py adds how they learn.
-
-
 State = dict[str, torch.Tensor]
 
 
+# ---------------------------------------------------------------- acting and imagination
+
+
 class DreamerActing(WorldModelWorkflow):
-    """Components encoder, rssm, decoder, reward_head, continue_head, return_computer; controllers actor, critic."""
+    """Dreamer without training: inference, acting and imagination.
+
+    Components encoder, rssm, decoder, reward_head, continue_head, return_computer; controllers actor, critic.
+    """
 
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
@@ -86,23 +89,23 @@ class DreamerActing(WorldModelWorkflow):
         self.critic = context.controller("critic", "value", "slow_value", "loss", "update_slow")
         if self.encoder.embed_dim != self.rssm.embed_dim:
             raise ConfigError(
-                f"the encoder gives embeddings of width {self.encoder.embed_dim}, the RSSM expects "
-                f"{self.rssm.embed_dim}: set components.rssm.embed_dim={self.encoder.embed_dim}"
+                f"components.rssm.embed_dim is {self.rssm.embed_dim}, but the encoder's output has width "
+                f"{self.encoder.embed_dim}: set components.rssm.embed_dim={self.encoder.embed_dim}"
             )
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """How networks compute here: in which precision, and whether by their fast forms."""
+        """Run networks in the configured precision, with or without the fast path."""
         with autocast(self.precision, self.device), fast_path(self.fast):
             yield
 
     def infer(self, batch: Batch, noise: torch.Tensor) -> tuple[State, torch.Tensor]:
-        """Posterior states (B, T, …) of the rows after the context, and their log probabilities."""
+        """Posterior states (B, T, …) of the rows after the replay context, and their log probabilities."""
         context = self.settings.replay_context
         obs = {key: value[:, context:] for key, value in batch.obs.items()}
         state, action, is_first = self.rssm.initial_state(len(batch.reward)), batch.action, batch.is_first
         if context:
-            # The row before gives its stored latent as memory, and its action as the first previous action.
+            # The context row provides the initial state (its stored latent) and the first previous action.
             if "deter" in batch:
                 stoch = one_hot(batch["stoch"][:, 0].long(), self.rssm.classes)
                 state = {"deter": batch["deter"][:, 0].float(), "stoch": stoch}
@@ -112,18 +115,18 @@ class DreamerActing(WorldModelWorkflow):
         states, log_probs = self.rssm.observe_sequence(state, action, self.encoder(obs), is_first, noise)
         return states, log_probs
 
-    def _dream(
+    def _rollout(
         self, state: State, prior_noise: torch.Tensor, action_noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features (N, H+1, F) and actions (N, H, …) of a dream under the current policy; noise is (H, N, …).
+        """Features (N, H+1, F) and actions (N, H, …) of imagined rollouts with the actor; noise is (H, N, …).
 
-        Where gradients are wanted they go from states to the actions before them, and from these to the policy.
+        If gradients are enabled, they flow from states to the previous actions and from these to the actor.
         """
         if fast() and torch.is_grad_enabled():
-            return dream_with_gradient(self.rssm, self.actor, state, prior_noise, action_noise)
+            return imagine_with_gradient(self.rssm, self.actor, state, prior_noise, action_noise)
         if fast():
             policy = self.actor.frozen(product_dtype(self.device))
-            return dream(FrozenDynamics(self.rssm), policy, state, prior_noise, action_noise)
+            return imagine(FrozenDynamics(self.rssm), policy, state, prior_noise, action_noise)
         features, actions = [self.rssm.feature(state)], []
         for prior_t, action_t in zip(prior_noise.unbind(0), action_noise.unbind(0)):
             actions.append(self.actor.sample(features[-1].detach(), action_t))
@@ -175,7 +178,7 @@ class DreamerActing(WorldModelWorkflow):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> Imagined:
-        """A dream of `horizon` steps from `state` (B, …), or from the end of each sequence of `batch`."""
+        """An imagined rollout of `horizon` steps from `state` (B, …) or from each sequence's last row."""
         draw = partial(torch.rand, generator=generator, device=self.device)
         with self.autocast():
             if state is None:
@@ -189,7 +192,7 @@ class DreamerActing(WorldModelWorkflow):
             action_noise = (torch.rand if spec.kind == "uniform" else torch.randn)(
                 spec.shape, generator=generator, device=self.device
             )
-            feature, action = self._dream(state, draw(horizon, count, self.rssm.stoch), action_noise)
+            feature, action = self._rollout(state, draw(horizon, count, self.rssm.stoch), action_noise)
             deter, stoch = feature.split([self.rssm.deter, self.rssm.stoch * self.rssm.classes], -1)
             states = {"deter": deter, "stoch": stoch.unflatten(-1, (self.rssm.stoch, self.rssm.classes))}
             decoded = self.decoder.observations(self.decoder(states, feature)) if decode else None
@@ -233,30 +236,32 @@ class DreamerActing(WorldModelWorkflow):
     @torch.no_grad()
     def dream_step(
         self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
-    ) -> tuple[PolicyState, Dreamed]:
+    ) -> tuple[PolicyState, ImaginedStep]:
         noise = torch.rand(len(action), self.rssm.stoch, generator=generator, device=self.device)
         with self.autocast():
             state = self.rssm.imagine_step(state, action, noise)
             feature = self.rssm.feature(state)
-            # The continue head learns the discount with the ends: without it the rest is the chance of going on.
+            # The continue head predicts discount × P(continue).
             alive = self.continue_head.predict(feature) / self.settings.discount
             reward = self.reward_head.predict(feature)
-        return state, Dreamed(reward, (1.0 - alive).clamp(0.0, 1.0), self.dream_observation(state))
+        return state, ImaginedStep(reward, (1.0 - alive).clamp(0.0, 1.0), self.dream_observation(state))
 
 
 def previous_actions(action: torch.Tensor, is_first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Actions taken *before* each row, (B, T, …); each sequence starts as if it were an episode."""
+    """Actions taken before each row, (B, T, …), and `is_first` with a true first column."""
     action = torch.cat([torch.zeros_like(action[:, :1]), action[:, :-1]], 1)
     return action, torch.cat([torch.ones_like(is_first[:, :1]), is_first[:, 1:]], 1)
 
+
+# ---------------------------------------------------------------- training
 
 Tensors = Mapping[str, torch.Tensor]
 WORLD_MODEL = ("encoder", "rssm", "decoder", "reward_head", "continue_head")
 CONTROLLER_LOSSES = ("actor", "critic", "replay_value")
 
 
-class Learned(NamedTuple):
-    """What actor and critic learn from dreams."""
+class ActorCriticGradients(NamedTuple):
+    """Result of one backward pass of actor and critic on imagined rollouts."""
 
     gradients: Gradients
     losses: Losses
@@ -264,7 +269,7 @@ class Learned(NamedTuple):
 
 
 class DreamerWorkflow(DreamerActing):
-    """Components encoder, rssm, decoder, reward_head, continue_head, return_computer; controllers actor, critic."""
+    """DreamerV3 with the parts of `DreamerActing`, and any optimizers that together train all of them."""
 
     phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
 
@@ -285,11 +290,11 @@ class DreamerWorkflow(DreamerActing):
     def hooks(self) -> dict[str, Hook]:
         s = self.settings
         batch = BatchSpec(s.batch_size, s.batch_length, context=s.replay_context, sampler=s.sampler)
-        dreams = s.batch_size * s.starts
+        rollouts = s.batch_size * s.starts
         posterior = {"posterior": NoiseSpec((s.batch_size, s.batch_length, self.rssm.stoch))}
         imagination = {
-            "prior": NoiseSpec((s.imagination_horizon, dreams, self.rssm.stoch)),
-            "action": self.actor.noise_spec(s.imagination_horizon, dreams),
+            "prior": NoiseSpec((s.imagination_horizon, rollouts, self.rssm.stoch)),
+            "action": self.actor.noise_spec(s.imagination_horizon, rollouts),
         }
         both = {**posterior, **imagination}
         return {
@@ -306,7 +311,7 @@ class DreamerWorkflow(DreamerActing):
         learning_rate = self.phase_value(phase, "algorithm.learning_rate")
         return {
             "entropy": self.phase_value(phase, "algorithm.entropy"),
-            # Every optimizer keeps its own rate; a phase that changes the base rate scales them all alike.
+            # Each optimizer keeps its own rate; a phase that changes the base rate scales all of them.
             "learning_rate_scale": learning_rate / self.settings.learning_rate,
         }
 
@@ -314,14 +319,14 @@ class DreamerWorkflow(DreamerActing):
         with self.autocast():
             states, posterior = self.infer(batch, noise["posterior"])
             feature = self.rssm.feature(states)
-            # A GPU dreams while it looks at reconstructions, and learns from the dreams while it goes back through the
-            # sequence, whose small steps leave most of it idle.
-            dreaming = Aside(self._valued_dreams, states, noise, device=self.device)
+            # Imagination runs on a side stream during the decoder losses; actor and critic gradients overlap
+            # the RSSM's backward pass, which is too small to fill the GPU.
+            imagination = SideStream(self._imagine_rollouts, states, noise, device=self.device)
             losses, metrics = self._world_model_losses(batch, states, posterior, feature)
-            dreams = dreaming.join()
-            learning = Aside(self._learn_from_dreams, dreams, scalars, device=self.device)
-            losses["replay_value"] = self._replay_value_loss(batch, feature, dreams.returns)
-        return self._finish(losses, scalars, metrics, batch, states, beside=learning)
+            rollouts = imagination.join()
+            actor_critic = SideStream(self._actor_critic_gradients, rollouts, scalars, device=self.device)
+            losses["replay_value"] = self._replay_value_loss(batch, feature, rollouts.returns)
+        return self._finish(losses, scalars, metrics, batch, states, actor_critic=actor_critic)
 
     def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
         with self.autocast():
@@ -334,13 +339,13 @@ class DreamerWorkflow(DreamerActing):
             with torch.no_grad():
                 states, _ = self.infer(batch, noise["posterior"])
                 feature = self.rssm.feature(states)
-            # Both on one lane: what is dreamed there goes backward there.
-            dreams = Aside(self._valued_dreams, states, noise, device=self.device).join()
-            learning = Aside(self._learn_from_dreams, dreams, scalars, device=self.device)
-            losses = {"replay_value": self._replay_value_loss(batch, feature, dreams.returns)}
-        return self._finish(losses, scalars, {}, batch, None, beside=learning)
+            # Same stream for both: a rollout must be backpropagated on the stream that produced it.
+            rollouts = SideStream(self._imagine_rollouts, states, noise, device=self.device).join()
+            actor_critic = SideStream(self._actor_critic_gradients, rollouts, scalars, device=self.device)
+            losses = {"replay_value": self._replay_value_loss(batch, feature, rollouts.returns)}
+        return self._finish(losses, scalars, {}, batch, None, actor_critic=actor_critic)
 
-    # ---------------------------------------------------------------- the two halves
+    # ---------------------------------------------------------------- losses
 
     def _world_model_losses(
         self,
@@ -349,7 +354,7 @@ class DreamerWorkflow(DreamerActing):
         posterior: torch.Tensor,  # (B, T, S, C) log probabilities
         feature: torch.Tensor,  # (B, T, F)
     ) -> tuple[Losses, dict[str, torch.Tensor]]:
-        """Losses (0-d each), metrics."""
+        """Reconstruction, reward, continue, dynamics and representation losses (0-d each); metrics."""
         context = self.settings.replay_context
         kl, metrics = kl_losses(posterior, self.rssm.prior(states["deter"]), self.settings.free_nats)
         obs = {key: value[:, context:] for key, value in batch.obs.items()}
@@ -363,44 +368,46 @@ class DreamerWorkflow(DreamerActing):
         }
         return mean_losses(losses), metrics
 
-    def _valued_dreams(self, states: State, noise: Tensors) -> Dreams:
-        """Dreams from the last `starts` states of every sequence, with their returns."""
+    def _imagine_rollouts(self, states: State, noise: Tensors) -> ImaginedRollouts:
+        """Imagined rollouts from the last `starts` states of each sequence, with their λ-returns."""
         s = self.settings
         start = {key: value[:, -s.starts :].detach().flatten(0, 1) for key, value in states.items()}
-        # Without autocast's cache, which would give other streams this one's casts of the weights.
+        # No autocast cache: it would share the weight casts of this stream with other streams.
         with autocast(self.precision, self.device, cache=False):
             with torch.set_grad_enabled(self.through_dynamics):
-                feature, action = self._dream(start, noise["prior"], noise["action"])
+                feature, action = self._rollout(start, noise["prior"], noise["action"])
                 reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
-            return value_dreams(
+            return evaluate_rollouts(
                 self.critic, self.return_computer, feature=feature, action=action, reward=reward, cont=cont
             )
 
-    def _dream_losses(self, dreams: Dreams, scalars: Tensors) -> tuple[Losses, dict[str, torch.Tensor]]:
-        """Losses (0-d) of actor and critic, metrics. Nothing here reaches the world model."""
+    def _actor_critic_losses(
+        self, rollouts: ImaginedRollouts, scalars: Tensors
+    ) -> tuple[Losses, dict[str, torch.Tensor]]:
+        """Losses of actor and critic (0-d each), metrics. No gradient reaches the world model."""
         with autocast(self.precision, self.device, cache=False):
             losses, metrics = actor_critic_losses(
-                self.actor, self.critic, dreams, entropy_scale=scalars["entropy"]
+                self.actor, self.critic, rollouts, entropy_scale=scalars["entropy"]
             )
         return mean_losses(losses), {f"controller/{name}": value for name, value in metrics.items()}
 
-    def _learn_from_dreams(self, dreams: Dreams, scalars: Tensors) -> Learned:
-        losses, metrics = self._dream_losses(dreams, scalars)
-        with torch.autocast(self.device.type, enabled=False):  # as any backward pass
-            # Each by its own loss: through a dream with gradient the actor's would reach the critic, too.
+    def _actor_critic_gradients(self, rollouts: ImaginedRollouts, scalars: Tensors) -> ActorCriticGradients:
+        losses, metrics = self._actor_critic_losses(rollouts, scalars)
+        with torch.autocast(self.device.type, enabled=False):  # no autocast in a backward pass
+            # One backward pass per loss: with gradients through a rollout, the actor's reaches the critic.
             found = [find_gradients(self._total({name: losses[name]}), self.parts[name]) for name in losses]
-            return Learned(join_gradients(found), losses, metrics)
+            return ActorCriticGradients(join_gradients(found), losses, metrics)
 
     def _replay_value_loss(
         self,
         batch: Batch,
         feature: torch.Tensor,  # (B, T, F)
-        returns: torch.Tensor,  # (N, H) of the dreams
+        returns: torch.Tensor,  # (N, H) of the imagined rollouts
     ) -> torch.Tensor:
-        """The critic on the replayed rewards (0-d); its gradient may go on into the world model."""
+        """Critic loss on replayed rewards (0-d); its gradient may reach the world model."""
         starts = self.settings.starts
         last = batch.terminated | batch.truncated
-        # A stream that was cut off (a restarted environment) shows only in the row that follows.
+        # A stream that was interrupted (restarted environment) is visible only in `is_first` of the next row.
         last = torch.cat([last[:, :-1] | batch.is_first[:, 1:], last[:, -1:]], 1)
         loss = replay_value_loss(
             self.critic,
@@ -422,7 +429,7 @@ class DreamerWorkflow(DreamerActing):
         batch: Batch,
         states: State | None,  # latents to write back
         *,
-        beside: Aside[Learned] | None = None,  # what else is to be learned, found meanwhile
+        actor_critic: SideStream[ActorCriticGradients] | None = None,
     ) -> UpdateResult:
         with fast_path(self.fast):
             step_metrics, masked = optimizer_step(
@@ -433,11 +440,11 @@ class DreamerWorkflow(DreamerActing):
                 learning_rate_scale=scalars["learning_rate_scale"],
                 max_grad_norm=self.settings.max_grad_norm or None,
                 average_gradients=self.average_gradients,
-                beside=None if beside is None else lambda: beside.join().gradients,
+                extra_gradients=None if actor_critic is None else lambda: actor_critic.join().gradients,
             )
-        if beside is not None:
-            losses = {**losses, **beside.join().losses}
-            metrics = {**metrics, **beside.join().metrics}
+        if actor_critic is not None:
+            losses = {**losses, **actor_critic.join().losses}
+            metrics = {**metrics, **actor_critic.join().metrics}
         if "critic" in losses:
             self.critic.update_slow(self.settings.slow_critic_rate)
         for name, value in losses.items():
@@ -456,7 +463,7 @@ class DreamerWorkflow(DreamerActing):
             return None
         context = self.settings.replay_context
         fresh = self._latent_columns({key: value.detach() for key, value in states.items()})
-        # A masked update may have met values that are not finite: leave the stored latents as they were.
+        # A masked update may contain non-finite values: keep the stored latents.
         return {key: torch.where(masked > 0, batch[key][:, context:], value) for key, value in fresh.items()}
 
     def report(self, batch: Batch) -> dict[str, Any]:

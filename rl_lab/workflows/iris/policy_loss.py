@@ -1,4 +1,7 @@
-"""How IRIS' and Δ-IRIS' actor and critic learn: REINFORCE with a value baseline on λ-returns of dreams."""
+"""Loss of the actor-critic of IRIS and Δ-IRIS: REINFORCE with a value baseline on imagined λ-returns.
+
+eloialonso/iris src/models/actor_critic.py: `compute_loss` and `imagine`.
+"""
 
 from __future__ import annotations
 
@@ -9,89 +12,18 @@ from typing import Any
 
 import torch
 
-from rl_lab.components.nn.fast_path import Aside
+from rl_lab.components.nn.fast_path import SideStream
 from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean
 from rl_lab.components.representation_learners.tokenizer import to_frames
 from rl_lab.records import Batch
 
-# --------------------
-# A policy dreams in a token world model: fixed length, no gradient, no look by the host.
-
-
-@dataclass
-class Dream:
-    """H frames of B dreams. What arrived with frame t stands at t; reward and ended are 0 at the first."""
-
-    frames: torch.Tensor  # (B, H, C, H, W) in [0, 1]
-    action: torch.Tensor  # (B, H) taken at each frame; the last one's outcome is not dreamed
-    reward: torch.Tensor  # (B, H)
-    ended: torch.Tensor  # (B, H) bool: the episode ended with this frame
-    alive: torch.Tensor  # (B, H) bool: the dream had not ended before or with this frame
-
-
-@torch.no_grad()
-def imagine(
-    actor_critic: Any,
-    tokenizer: Any,
-    world_model: Any,
-    *,
-    frames: torch.Tensor,  # (B, T, C, H, W) real frames; the dream begins at the last
-    action: torch.Tensor,  # (B, T)
-    memory: dict[str, torch.Tensor],  # the policy's, before the last frame
-    action_noise: torch.Tensor,  # (B, H, k)
-    model_noise: torch.Tensor,  # (B, H - 1, world_model.step_noise) uniform
-    autocast: Callable[[], AbstractContextManager[object]],
-    start: torch.Tensor | None = None,  # (B, C, H, W) the last frame as the policy sees it
-) -> Dream:
-    """A dream that has ended goes on, and is marked: shapes never change, and nobody has to ask whether it has.
-
-    Three networks look at a new frame, and none waits for the others: the policy's, the world model's, and the
-    tokenizer's, which is not needed before the next frame is decoded.
-    """
-    size, horizon = action_noise.shape[:2]
-    nothing = torch.zeros(size, device=frames.device)
-    # One block around all steps: autocast then turns every weight into bfloat16 once, not once a step.
-    with autocast():
-        state = world_model.begin(tokenizer, frames, action, start)
-        seen, actions, rewards, ends = [state["frame"]], [], [nothing], [nothing.bool()]
-        absorbed: Aside[dict[str, torch.Tensor]] | None = None
-        looked = _look(tokenizer, seen[-1])
-        for t in range(horizon):
-            with torch.autocast(frames.device.type, enabled=False):
-                memory = actor_critic.watch(seen[-1], memory)
-                raw = actor_critic.raw_policy(memory["h"])
-                actions.append(actor_critic.policy.sample(raw, action_noise[:, t]))
-            if t + 1 == horizon:
-                break
-            state = state if absorbed is None else absorbed.join()
-            state, outcome = world_model.advance(tokenizer, state, actions[-1], model_noise[:, t], looked)
-            seen.append(state["frame"])
-            rewards.append(outcome.reward)
-            ends.append(outcome.ended)
-            if t + 2 < horizon:  # the last frame is only looked at by the policy
-                absorbed = Aside(world_model.absorb, state, device=frames.device)
-                looked = _look(tokenizer, state["frame"])
-    ended = torch.stack(ends, 1)
-    return Dream(
-        torch.stack(seen, 1).float(),
-        torch.stack(actions, 1),
-        torch.stack(rewards, 1).float(),
-        ended,
-        ended.long().cumsum(1) == 0,
-    )
-
-
-def _look(tokenizer: Any, frame: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """Begins what the decoder will want of this frame. What is given back has to be called: it is, for the next one."""
-    return Aside(tokenizer.look, frame, device=frame.device, lane=1).join if tokenizer.contextual else None
-
 
 @dataclass
 class ImaginedPolicyLoss:
-    """burn_in rows give the policy its memory, the row after them is where the dream begins.
+    """Loss of the actor-critic. Burn-in rows set the policy's memory; imagination starts at the next row.
 
     returns:        computes λ-returns (components/return_computers)
-    mask_ended:     whether frames after an imagined end count no more (Δ-IRIS), or are trained on as well (IRIS)
+    mask_ended:     whether frames after an imagined end are masked (Δ-IRIS) or trained on (IRIS)
     """
 
     returns: Callable[..., torch.Tensor]
@@ -109,15 +41,15 @@ class ImaginedPolicyLoss:
         *,
         action_noise: torch.Tensor,  # (B, H, k)
         model_noise: torch.Tensor,  # (B, H - 1, world_model.step_noise)
-        slow: Any = None,  # a slowly moving copy, where targets come from one
-        entropy: torch.Tensor | None = None,  # 0-d: replaces the configured weight
+        slow: Any = None,  # moving average of the actor-critic, used for the targets if given
+        entropy: torch.Tensor | None = None,  # 0-d: overrides the configured weight
     ) -> tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]:
         frames = to_frames(batch.obs[tokenizer.key])
         real = torch.ones_like(batch.is_first) if batch.mask is None else batch.mask
         with torch.no_grad():
-            shown = self._shown(tokenizer, frames)
-            memory = self._burn_in(actor_critic, shown, real)
-            dream = imagine(
+            view = self._policy_view(tokenizer, frames)
+            memory = self._burn_in(actor_critic, view, real)
+            imagined = imagine(
                 actor_critic,
                 tokenizer,
                 world_model,
@@ -127,54 +59,55 @@ class ImaginedPolicyLoss:
                 action_noise=action_noise,
                 model_noise=model_noise,
                 autocast=self.autocast,
-                start=shown[:, -1],
+                start=view[:, -1],
             )
-        # A dream from a row where the episode is over, or that is padding, teaches nothing.
-        valid = (real[:, -1] & ~batch.terminated[:, -1]).unsqueeze(1).expand(dream.alive.shape)
-        hidden, _ = actor_critic.watch_sequence(dream.frames, memory)
-        target = self._targets(slow, shown, real, dream, hidden, actor_critic)
-        mask = (valid & dream.alive if self.mask_ended else valid)[:, :-1]
-        return self._losses(actor_critic, dream, hidden, target, mask, entropy)
+        # Trajectories that start from a terminal or padded row are masked.
+        valid = (real[:, -1] & ~batch.terminated[:, -1]).unsqueeze(1).expand(imagined.alive.shape)
+        hidden, _ = actor_critic.observe_sequence(imagined.frames, memory)
+        target = self._targets(slow, view, real, imagined, hidden, actor_critic)
+        mask = (valid & imagined.alive if self.mask_ended else valid)[:, :-1]
+        return self._losses(actor_critic, imagined, hidden, target, mask, entropy)
 
-    def _shown(self, tokenizer: Any, frames: torch.Tensor) -> torch.Tensor:
-        """What the policy sees of real frames (B, T, C, H, W)."""
+    def _policy_view(self, tokenizer: Any, frames: torch.Tensor) -> torch.Tensor:
+        """The policy's input for real frames (B, T, C, H, W)."""
         with self.autocast():
             return tokenizer.policy_view(frames.flatten(0, 1)).unflatten(0, frames.shape[:2]).float()
 
-    def _burn_in(self, network: Any, shown: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
-        memory: dict[str, torch.Tensor] = network.initial_state(len(shown))
-        if shown.shape[1] > 1:
-            _, memory = network.watch_sequence(shown[:, :-1], memory, real[:, :-1])
+    def _burn_in(self, network: Any, view: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+        memory: dict[str, torch.Tensor] = network.initial_state(len(view))
+        if view.shape[1] > 1:
+            _, memory = network.observe_sequence(view[:, :-1], memory, real[:, :-1])
         return memory
 
     @torch.no_grad()
     def _targets(
         self,
         slow: Any,
-        shown: torch.Tensor,
+        view: torch.Tensor,
         real: torch.Tensor,
-        dream: Dream,
+        imagined: ImaginedTrajectories,
         hidden: torch.Tensor,
         actor_critic: Any,
     ) -> torch.Tensor:
-        """Values (B, H) that returns and advantages go by."""
+        """Values (B, H) for returns and advantages."""
         if slow is None:
             return actor_critic.value(hidden)
-        hidden, _ = slow.watch_sequence(dream.frames, self._burn_in(slow, shown, real))
+        hidden, _ = slow.observe_sequence(imagined.frames, self._burn_in(slow, view, real))
         return slow.value(hidden)
 
     def _losses(
         self,
         actor_critic: Any,
-        dream: Dream,
+        imagined: ImaginedTrajectories,
         hidden: torch.Tensor,  # (B, H, units)
         target: torch.Tensor,  # (B, H)
         mask: torch.Tensor,  # (B, H - 1)
         entropy_weight: torch.Tensor | None,
     ) -> tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]:
-        cont = self.discount * (~dream.ended).float()
-        returns = self.returns(dream.reward, cont, target)
-        raw, action = actor_critic.raw_policy(hidden[:, :-1]), dream.action[:, :-1]
+        """−log π(a) sg(R − v) for the actor, regression of R for the critic, −η H[π]; R are the λ-returns."""
+        cont = self.discount * (~imagined.ended).float()
+        returns = self.returns(imagined.reward, cont, target)
+        raw, action = actor_critic.raw_policy(hidden[:, :-1]), imagined.action[:, :-1]
         log_prob, entropy = actor_critic.policy.log_prob_and_entropy(raw, action)
         advantage = returns - target[:, :-1]
         value_loss = actor_critic.regression.loss(actor_critic.critic(hidden[:, :-1]), returns)
@@ -188,8 +121,82 @@ class ImaginedPolicyLoss:
             metrics = {
                 "return_mean": masked_mean(returns, mask),
                 "value_mean": masked_mean(target[:, :-1], mask),
-                "reward_mean": masked_mean(dream.reward[:, 1:], mask),
+                "reward_mean": masked_mean(imagined.reward[:, 1:], mask),
                 "policy_entropy": masked_mean(entropy, mask),
-                "ended": dream.ended.any(1).float().mean(),
+                "ended": imagined.ended.any(1).float().mean(),
             }
         return loss, metrics
+
+
+# ---------------------------------------------------------------- imagination
+
+
+@dataclass
+class ImaginedTrajectories:
+    """B trajectories of H frames. Rewards and ends are indexed by the frame they arrive with."""
+
+    frames: torch.Tensor  # (B, H, C, H, W) in [0, 1]
+    action: torch.Tensor  # (B, H) taken at each frame; the outcome of the last one is not predicted
+    reward: torch.Tensor  # (B, H); 0 at the first frame
+    ended: torch.Tensor  # (B, H) bool: the episode ended with this frame; False at the first
+    alive: torch.Tensor  # (B, H) bool: the episode had not ended before or with this frame
+
+
+@torch.no_grad()
+def imagine(
+    actor_critic: Any,
+    tokenizer: Any,
+    world_model: Any,
+    *,
+    frames: torch.Tensor,  # (B, T, C, H, W) real frames; imagination starts from the last
+    action: torch.Tensor,  # (B, T)
+    memory: dict[str, torch.Tensor],  # of the policy, before the last frame
+    action_noise: torch.Tensor,  # (B, H, k)
+    model_noise: torch.Tensor,  # (B, H - 1, world_model.step_noise) uniform
+    autocast: Callable[[], AbstractContextManager[object]],
+    start: torch.Tensor | None = None,  # (B, C, H, W) the last frame as the policy sees it
+) -> ImaginedTrajectories:
+    """Imagine H frames with the policy's actions, without gradient.
+
+    Trajectories continue after their end, which `ended` and `alive` mark: shapes are fixed, and the host
+    never waits. Policy, world model and tokenizer encode a new frame concurrently; the tokenizer's encoding
+    is needed only when the next frame is decoded.
+    """
+    size, horizon = action_noise.shape[:2]
+    zeros = torch.zeros(size, device=frames.device)
+    # One autocast block for all steps: each weight is cast to bfloat16 once instead of once per step.
+    with autocast():
+        state = world_model.begin(tokenizer, frames, action, start)
+        imagined_frames, actions, rewards, ends = [state["frame"]], [], [zeros], [zeros.bool()]
+        pending: SideStream[dict[str, torch.Tensor]] | None = None
+        features = _start_frame_features(tokenizer, imagined_frames[-1])
+        for t in range(horizon):
+            with torch.autocast(frames.device.type, enabled=False):
+                memory = actor_critic.observe(imagined_frames[-1], memory)
+                raw = actor_critic.raw_policy(memory["h"])
+                actions.append(actor_critic.policy.sample(raw, action_noise[:, t]))
+            if t + 1 == horizon:
+                break
+            state = state if pending is None else pending.join()
+            state, outcome = world_model.advance(tokenizer, state, actions[-1], model_noise[:, t], features)
+            imagined_frames.append(state["frame"])
+            rewards.append(outcome.reward)
+            ends.append(outcome.ended)
+            if t + 2 < horizon:  # only the policy reads the last frame
+                pending = SideStream(world_model.read_pending, state, device=frames.device)
+                features = _start_frame_features(tokenizer, state["frame"])
+    ended = torch.stack(ends, 1)
+    return ImaginedTrajectories(
+        torch.stack(imagined_frames, 1).float(),
+        torch.stack(actions, 1),
+        torch.stack(rewards, 1).float(),
+        ended,
+        ended.long().cumsum(1) == 0,
+    )
+
+
+def _start_frame_features(tokenizer: Any, frame: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """Start encoding a frame for the decoder of the next one on a side stream. The result must be called."""
+    if not tokenizer.contextual:
+        return None
+    return SideStream(tokenizer.frame_features, frame, device=frame.device, stream=1).join

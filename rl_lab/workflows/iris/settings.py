@@ -1,4 +1,4 @@
-"""The numbers of IRIS and Δ-IRIS, read once from `algorithm.*` into plain attributes."""
+"""Hyperparameters of IRIS and Δ-IRIS, read from `algorithm.*`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PADS = ("right", "left", "both")
 
 @dataclass(frozen=True)
 class PartSettings:
-    """How one of the three parts is trained: its batches and its step."""
+    """Batches and gradient steps of one of the three parts."""
 
     batch_size: int
     batch_length: int  # tokenizer: rows; world model: blocks; actor-critic: burn-in rows
@@ -30,7 +30,7 @@ class PartSettings:
         missing = [key for key in known if key not in node]
         if missing:
             raise ConfigError(
-                f"the config lacks algorithm.{name}.{missing[0]}: see configs/algorithm/iris.yaml"
+                f"algorithm.{name}.{missing[0]} is missing: add it as in configs/algorithm/iris.yaml"
             )
         require_choice(f"algorithm.{name}.pad", node["pad"], PADS)
         part = cls(
@@ -43,15 +43,15 @@ class PartSettings:
         )
         if part.grad_acc_steps < 1 or part.batch_size % part.grad_acc_steps:
             raise ConfigError(
-                f"algorithm.{name}: a batch of {part.batch_size} cannot be split into {part.grad_acc_steps} equal shares: "
-                "grad_acc_steps must divide batch_size"
+                f"algorithm.{name}.grad_acc_steps is {part.grad_acc_steps}: "
+                f"choose a divisor of batch_size ({part.batch_size})"
             )
         return part
 
 
 @dataclass(frozen=True)
 class IrisSettings:
-    """Meanings and published values stand in configs/algorithm/iris.yaml and delta_iris.yaml."""
+    """configs/algorithm/iris.yaml and delta_iris.yaml describe each field and have the published values."""
 
     tokenizer: PartSettings
     world_model: PartSettings
@@ -60,7 +60,7 @@ class IrisSettings:
     discount: float
     entropy: float
     mask_ended: bool
-    target_rate: float  # of the slow copy; 0: there is none
+    target_rate: float  # of the moving average that provides the targets; 0: none
     collect_epsilon: float
     learning_rate: float
     model_precision: str  # of tokenizer and world model
@@ -68,7 +68,7 @@ class IrisSettings:
 
     @classmethod
     def from_config(cls, algorithm: Mapping[str, Any]) -> IrisSettings:
-        # Runs that were stored before this could be chosen had float32.
+        # Runs saved before this setting existed used float32.
         algorithm = {"policy_precision": "float32", **algorithm}
         require_all(cls, algorithm, "iris")
         names = ("tokenizer", "world_model", "actor_critic")
@@ -87,6 +87,6 @@ class IrisSettings:
         )
         if settings.imagination_horizon < 2:
             raise ConfigError(
-                "algorithm.imagination_horizon must be at least 2: the last frame only bootstraps"
+                "algorithm.imagination_horizon must be at least 2: the last frame is only used to bootstrap"
             )
         return settings

@@ -1,11 +1,12 @@
-"""IRIS (Micheli, Alonso, Fleuret 2023) and, with other parts, Δ-IRIS (2024): world models that speak in tokens.
+"""IRIS (Micheli, Alonso, Fleuret 2023) and, with other parts, Δ-IRIS (2024): world models on discrete tokens.
 
-A tokenizer turns frames into a few tokens, a transformer learns to continue the sequence of tokens and actions, and an
-actor-critic learns only from what that transformer dreams. Three hooks, one for each part:
+A tokenizer encodes frames as a few tokens, a transformer predicts the next tokens, rewards and ends from
+tokens and actions, and an actor-critic learns from imagined trajectories only (policy_loss.py). Each part has
+one hook:
 
     update_tokenizer · update_world_model · update_actor_critic
 
-Which of the two algorithms it is, is a matter of parts and numbers: configs/experiment/iris_*.yaml, delta_iris_*.yaml.
+The config selects the algorithm by its parts and values: configs/experiment/iris_*.yaml, delta_iris_*.yaml.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from rl_lab.components.dynamics.sequence_backbone import copy_state
+from rl_lab.components.dynamics.backbones import copy_state
 from rl_lab.components.nn.fast_path import fast_path, resolve_fast_path
 from rl_lab.components.nn.losses import LossWithIntermediateLosses
 from rl_lab.components.nn.moving_averages import SlowCopy
@@ -34,9 +35,9 @@ from rl_lab.records import (
     ActMode,
     Batch,
     BatchSpec,
-    Dreamed,
     Hook,
     Imagined,
+    ImaginedStep,
     NoiseSpec,
     Spec,
     UpdateResult,
@@ -47,45 +48,49 @@ from rl_lab.workflows.iris.policy_loss import ImaginedPolicyLoss
 from rl_lab.workflows.iris.report import iris_report
 from rl_lab.workflows.iris.settings import IrisSettings
 
-# --------------------
-# IRIS and Δ-IRIS without their training: the parts, acting with them, dreaming with them. iris.py adds how they learn.
-
-
+Tensors = Mapping[str, torch.Tensor]
+Metrics = dict[str, torch.Tensor]
 Acted = tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]
 
 
-class IrisActing(WorldModelWorkflow):
-    """Components tokenizer, world_model, return_computer; controller actor_critic."""
+# ---------------------------------------------------------------- acting and imagination
 
-    dream_flush = 20  # frames, as IRIS' own play flushes
+
+class IrisActing(WorldModelWorkflow):
+    """IRIS and Δ-IRIS without training: acting and imagination.
+
+    Components tokenizer, world_model, return_computer; controller actor_critic.
+    """
+
+    dream_flush = 20  # frames, as in eloialonso/iris when a person plays
 
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
         self.device = torch.device(context.device)
         self.settings = IrisSettings.from_config(context.config.algorithm)
         self.tokenizer = context.component(
-            "tokenizer", "encode", "look", "decode", "policy_view", "compute_loss"
+            "tokenizer", "encode", "frame_features", "decode", "policy_view", "compute_loss"
         )
         self.world_model = context.component(
-            "world_model", "begin", "advance", "absorb", "step", "compute_loss"
+            "world_model", "begin", "advance", "read_pending", "step", "compute_loss"
         )
         self.return_computer = context.component("return_computer", "__call__")
-        self.actor_critic = context.controller("actor_critic", "watch", "watch_sequence", "value")
+        self.actor_critic = context.controller("actor_critic", "observe", "observe_sequence", "value")
         precision, s = str(context.config.training.precision), self.settings
-        given = precision != "auto"
-        self.model_dtype = resolve_precision(precision if given else s.model_precision, self.device)
-        of_policy = resolve_precision(precision if given else s.policy_precision, self.device)
-        self.actor_critic.trunk_dtype = of_policy
+        explicit = precision != "auto"
+        self.model_dtype = resolve_precision(precision if explicit else s.model_precision, self.device)
+        policy_dtype = resolve_precision(precision if explicit else s.policy_precision, self.device)
+        self.actor_critic.trunk_dtype = policy_dtype
         self.autocast = partial(autocast, self.model_dtype, self.device)
         self.fast = resolve_fast_path(context.config.training.get("fast_path", "auto"), self.device)
         if self.fast and self.device.type == "cuda":
-            # Convolutions there want the channels side by side, and so do our kernels.
+            # CUDA convolutions and the fused kernels are fastest with channels last.
             for part in (self.tokenizer, self.world_model, self.actor_critic):
                 part.to(memory_format=torch.channels_last)
         self._check_fit()
 
     def _check_fit(self) -> None:
-        """Tokenizer and world model must agree, and a dream must fit into the world model's memory."""
+        """Raise if tokenizer and world model disagree or imagination exceeds the world model's context."""
         tokenizer, model, s = self.tokenizer, self.world_model, self.settings
         for name, theirs, ours in (
             ("tokens", tokenizer.num_tokens, model.tokens),
@@ -93,19 +98,20 @@ class IrisActing(WorldModelWorkflow):
         ):
             if theirs != ours:
                 raise ConfigError(
-                    f"the tokenizer has {name} {theirs} and the world model expects {ours}: "
+                    f"components.world_model.{name} is {ours}, but the tokenizer has {theirs}: "
                     f"set components.world_model.{name}={theirs}"
                 )
         if s.world_model.batch_length > model.blocks:
             raise ConfigError(
-                f"algorithm.world_model.batch_length is {s.world_model.batch_length}, and the world model holds "
-                f"{model.blocks} blocks: raise components.world_model.blocks"
+                f"algorithm.world_model.batch_length is {s.world_model.batch_length}, but the world model "
+                f"has {model.blocks} blocks: increase components.world_model.blocks"
             )
-        shown = 1 if model.context == 1 else s.actor_critic.batch_length + 1
-        if shown + s.imagination_horizon - 1 > model.blocks:
+        burn_in = 1 if model.context == 1 else s.actor_critic.batch_length + 1
+        if burn_in + s.imagination_horizon - 1 > model.blocks:
             raise ConfigError(
-                f"a dream of {s.imagination_horizon} frames after {shown} shown ones does not fit into the world model's "
-                f"{model.blocks} blocks: raise components.world_model.blocks or lower algorithm.imagination_horizon"
+                f"algorithm.imagination_horizon is {s.imagination_horizon} after {burn_in} observed frames, "
+                f"but the world model has {model.blocks} blocks: "
+                "decrease it or increase components.world_model.blocks"
             )
 
     # ---------------------------------------------------------------- acting
@@ -122,20 +128,20 @@ class IrisActing(WorldModelWorkflow):
         self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
     ) -> Acted:
         size = len(is_first)
-        if mode.epsilon >= 1.0:  # purely random: no network is asked
+        if mode.epsilon >= 1.0:  # random actions need no network
             return self._random(size, mode), self.initial_policy_state(size), {}
         keep = (~is_first).float().unsqueeze(-1)
         memory = {key: policy_state[key] * keep for key in ("h", "c")}
         with fast_path(self.fast):
             with self.autocast():
-                shown = self.tokenizer.policy_view(to_frames(obs[self.tokenizer.key]))
-            action, memory = self._choose(shown.float(), memory, mode)
+                view = self.tokenizer.policy_view(to_frames(obs[self.tokenizer.key]))
+            action, memory = self._choose(view.float(), memory, mode)
         return action, memory, {}
 
     def _choose(
         self, frames: torch.Tensor, memory: PolicyState, mode: ActMode
     ) -> tuple[torch.Tensor, PolicyState]:
-        memory = self.actor_critic.watch(frames, memory)
+        memory = self.actor_critic.observe(frames, memory)
         raw, policy = self.actor_critic.raw_policy(memory["h"]), self.actor_critic.policy
         if mode.sample:
             noise = torch.rand(len(raw), *policy.noise_shape, generator=mode.generator, device=self.device)
@@ -143,8 +149,8 @@ class IrisActing(WorldModelWorkflow):
         else:
             action = policy.mode(raw)
         if mode.epsilon > 0.0:
-            chance = torch.rand(len(raw), generator=mode.generator, device=self.device) < mode.epsilon
-            action = torch.where(chance, self._random(len(raw), mode), action)
+            explore = torch.rand(len(raw), generator=mode.generator, device=self.device) < mode.epsilon
+            action = torch.where(explore, self._random(len(raw), mode), action)
         return action, memory
 
     def _random(self, size: int, mode: ActMode) -> torch.Tensor:
@@ -159,24 +165,24 @@ class IrisActing(WorldModelWorkflow):
         _, entropy = self.actor_critic.policy.log_prob_and_entropy(raw, self.actor_critic.policy.mode(raw))
         return {"value": self.actor_critic.value(h), "entropy": entropy}
 
-    # ---------------------------------------------------------------- dreaming
+    # ---------------------------------------------------------------- imagination
 
     @torch.no_grad()
     def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
-        """The policy's memory is that before the last row: `dream_act` looks at it first."""
+        """The policy memory in the state excludes the last row, because `dream_act` reads that row first."""
         rows = min(
             batch.reward.shape[1], self.world_model.context or self.settings.actor_critic.batch_length + 1
         )
         frames = to_frames(batch.obs[self.tokenizer.key])
         with self.autocast():
-            shown = self.tokenizer.policy_view(frames.flatten(0, 1)).unflatten(0, frames.shape[:2]).float()
+            view = self.tokenizer.policy_view(frames.flatten(0, 1)).unflatten(0, frames.shape[:2]).float()
             state = self.world_model.begin(
-                self.tokenizer, frames[:, -rows:], batch.action[:, -rows:], shown[:, -1]
+                self.tokenizer, frames[:, -rows:], batch.action[:, -rows:], view[:, -1]
             )
         memory = self.actor_critic.initial_state(len(frames))
         for t in range(frames.shape[1] - 1):
             memory = {key: value * (~batch.is_first[:, t, None]) for key, value in memory.items()}
-            memory = self.actor_critic.watch(shown[:, t], memory)
+            memory = self.actor_critic.observe(view[:, t], memory)
             if batch.mask is not None:
                 memory = {key: value * batch.mask[:, t, None] for key, value in memory.items()}
         memory = {key: value * (~batch.is_first[:, -1, None]) for key, value in memory.items()}
@@ -198,28 +204,27 @@ class IrisActing(WorldModelWorkflow):
     @torch.no_grad()
     def dream_step(
         self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
-    ) -> tuple[PolicyState, Dreamed]:
-        """A memory that is full begins anew from the current frame, each dream for itself."""
-        state = copy_state(
-            state
-        )  # the cache is written in place, and the caller may go on from the given one again
+    ) -> tuple[PolicyState, ImaginedStep]:
+        """Dreams whose memory is full restart it from the current frame."""
+        # The cache is written in place, and the caller may use the given state again.
+        state = copy_state(state)
         with self.autocast():
             full = self.world_model.full(state)
             if bool(full.any()):
-                state = self._begin_anew(state, full)
+                state = self._restart_memory(state, full)
             noise = torch.rand(
                 len(action), self.world_model.step_noise, generator=generator, device=self.device
             )
             state, outcome = self.world_model.step(self.tokenizer, state, action, noise)
         state = {**state, "frame": state["frame"].float()}
-        return state, Dreamed(
+        return state, ImaginedStep(
             outcome.reward.float(), outcome.end_chance.float(), self.dream_observation(state)
         )
 
-    def _begin_anew(self, state: PolicyState, which: torch.Tensor) -> PolicyState:
+    def _restart_memory(self, state: PolicyState, which: torch.Tensor) -> PolicyState:
         frame = state["frame"]
-        none = torch.zeros(len(frame), 1, dtype=torch.int64, device=self.device)
-        fresh = self.world_model.begin(self.tokenizer, frame.unsqueeze(1), none, frame)
+        action = torch.zeros(len(frame), 1, dtype=torch.int64, device=self.device)
+        fresh = self.world_model.begin(self.tokenizer, frame.unsqueeze(1), action, frame)
         return {
             key: torch.where(which.view(-1, *[1] * (value.ndim - 1)), fresh[key].to(value.dtype), value)
             if key in fresh
@@ -236,7 +241,7 @@ class IrisActing(WorldModelWorkflow):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> Imagined:
-        """A dream of `horizon` steps from the end of each sequence, with sampled actions."""
+        """An imagined trajectory of `horizon` steps from the end of each sequence, with sampled actions."""
         if batch is None:
             raise ValueError("imagine() needs a batch to start from")
         state = self.dream_start(batch, generator=generator)
@@ -249,75 +254,25 @@ class IrisActing(WorldModelWorkflow):
             actions.append(action)
             rewards.append(dreamed.reward)
             cont.append(1.0 - dreamed.terminated)
-        nothing = torch.zeros_like(rewards[0])
-        pictures = torch.stack(frames, 1)
+        zeros = torch.zeros_like(rewards[0])
+        stacked = torch.stack(frames, 1)
         return Imagined(
-            {"frame": pictures},
+            {"frame": stacked},
             torch.stack(actions, 1),
-            reward=torch.stack([nothing, *rewards], 1),
-            cont=torch.stack([nothing + 1.0, *cont], 1),
-            obs={self.tokenizer.key: to_pixels(pictures)},
+            reward=torch.stack([zeros, *rewards], 1),
+            cont=torch.stack([zeros + 1.0, *cont], 1),
+            obs={self.tokenizer.key: to_pixels(stacked)},
         )
 
 
-# --------------------
-# One update from several smaller batches: less memory, the same gradient.
+# ---------------------------------------------------------------- training
 
-
-Tensors = Mapping[str, torch.Tensor]
-Metrics = dict[str, torch.Tensor]
-
-
-def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    """The sequences of a batch in `parts` equal shares."""
-    if parts == 1:
-        return [batch]
-    columns = {name: value.chunk(parts) for name, value in batch.columns.items()}
-    masks = batch.mask.chunk(parts) if batch.mask is not None else (None,) * parts
-    return [Batch({name: value[i] for name, value in columns.items()}, mask=masks[i]) for i in range(parts)]
-
-
-def split_noise(noise: Tensors, parts: int) -> list[dict[str, torch.Tensor]]:
-    """Random numbers likewise: their first dimension is the batch's, or counts the shares."""
-    chunks = {name: value.chunk(parts) for name, value in noise.items()}
-    return [{name: value[i] for name, value in chunks.items()} for i in range(parts)]
-
-
-def accumulated(
-    loss: Callable[[Batch, dict[str, torch.Tensor]], tuple[torch.Tensor, Metrics]],
-    batch: Batch,
-    noise: Tensors,
-    parameters: Sequence[torch.nn.Parameter],
-    parts: int,
-) -> tuple[torch.Tensor, Metrics]:
-    """The mean loss (0-d) and mean metrics over `parts` shares of a batch; its backward pass gives their mean gradient.
-
-    Each share's graph is freed before the next is made. What is returned is as large as the loss and linear in the
-    weights with the gradient as its slope, so that the one place with `backward` need not know about shares.
-    """
-    if parts == 1:
-        return loss(batch, dict(noise))
-    trained = [p for p in parameters if p.requires_grad]
-    gradients = [torch.zeros_like(p) for p in trained]
-    total, sums = torch.zeros((), device=trained[0].device), dict[str, torch.Tensor]()
-    for share, numbers in zip(split_batch(batch, parts), split_noise(noise, parts)):
-        value, metrics = loss(share, numbers)
-        for kept, found in zip(gradients, torch.autograd.grad(value / parts, trained, allow_unused=True)):
-            if found is not None:
-                kept += found
-        total = total + value.detach() / parts
-        for name, item in metrics.items():
-            sums[name] = sums.get(name, 0.0) + item / parts
-    slope = torch.stack([(p * g).sum() for p, g in zip(trained, gradients)]).sum()
-    return slope + (total - slope.detach()), sums
-
-
-Found = tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]
+LossAndMetrics = tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]
 PARTS = ("tokenizer", "world_model", "actor_critic")
 
 
 class IrisWorkflow(IrisActing):
-    """Parts as IrisActing says; optimizers tokenizer, world_model, actor_critic."""
+    """IRIS or Δ-IRIS with the parts of `IrisActing`; optimizers tokenizer, world_model, actor_critic."""
 
     phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
 
@@ -342,35 +297,34 @@ class IrisWorkflow(IrisActing):
     # ---------------------------------------------------------------- hooks
 
     def hooks(self) -> dict[str, Hook]:
-        """The world model's comes first: a report is given a batch of the first hook."""
+        """The hook of the world model is first, because `report` gets a batch of the first hook."""
         s = self.settings
         codes, seeds = self.tokenizer.noise, self.world_model.seeds
         size, horizon = s.actor_critic.batch_size, s.imagination_horizon
         policy = self.actor_critic.policy
-        dream = {
+        imagination = {
             "action": NoiseSpec((size, horizon, *policy.noise_shape), policy.noise_kind),
             "model": NoiseSpec((size, horizon - 1, self.world_model.step_noise)),
         }
-        shares = s.world_model.grad_acc_steps, s.tokenizer.grad_acc_steps
         return {
             "update_world_model": Hook(
                 self._world_model_step,
                 batch=self._batch("world_model", extra_rows=1),
-                noise={"dropout": NoiseSpec((shares[0], seeds))} if seeds else {},
+                noise={"dropout": NoiseSpec((s.world_model.grad_acc_steps, seeds))} if seeds else {},
                 scalars=self._scalars,
                 prefix="train/world_model",
             ),
             "update_tokenizer": Hook(
                 self._tokenizer_step,
                 batch=self._batch("tokenizer"),
-                noise={"codes": NoiseSpec((shares[1], codes))} if codes else {},
+                noise={"codes": NoiseSpec((s.tokenizer.grad_acc_steps, codes))} if codes else {},
                 scalars=self._scalars,
                 prefix="train/tokenizer",
             ),
             "update_actor_critic": Hook(
                 self._actor_critic_step,
                 batch=self._batch("actor_critic", extra_rows=1),
-                noise=dream,
+                noise=imagination,
                 scalars=self._scalars,
                 prefix="controller",
             ),
@@ -393,16 +347,16 @@ class IrisWorkflow(IrisActing):
         }
 
     def _tokenizer_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
-        def loss(share: Batch, numbers: Tensors) -> Found:
+        def loss(part: Batch, part_noise: Tensors) -> LossAndMetrics:
             with self.autocast():
-                return self.tokenizer.compute_loss(share, numbers.get("codes"))
+                return self.tokenizer.compute_loss(part, part_noise.get("codes"))
 
         return self._train("tokenizer", loss, batch, scalars, noise)
 
     def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
-        def loss(share: Batch, numbers: Tensors) -> Found:
+        def loss(part: Batch, part_noise: Tensors) -> LossAndMetrics:
             with self.autocast():
-                return self.world_model.compute_loss(share, self.tokenizer, numbers.get("dropout"))
+                return self.world_model.compute_loss(part, self.tokenizer, part_noise.get("dropout"))
 
         return self._train("world_model", loss, batch, scalars, noise)
 
@@ -410,14 +364,14 @@ class IrisWorkflow(IrisActing):
         if self.slow is not None:
             self.slow.update(self.actor_critic, self.settings.target_rate)
 
-        def loss(share: Batch, numbers: Tensors) -> Found:
+        def loss(part: Batch, part_noise: Tensors) -> LossAndMetrics:
             return self.policy_loss.compute_loss(
-                share,
+                part,
                 self.actor_critic,
                 self.tokenizer,
                 self.world_model,
-                action_noise=numbers["action"],
-                model_noise=numbers["model"],
+                action_noise=part_noise["action"],
+                model_noise=part_noise["model"],
                 slow=None if self.slow is None else self.slow.network,
                 entropy=scalars["entropy"],
             )
@@ -427,37 +381,37 @@ class IrisWorkflow(IrisActing):
     def _train(
         self,
         name: str,
-        compute_loss: Callable[[Batch, Tensors], Found],
+        compute_loss: Callable[[Batch, Tensors], LossAndMetrics],
         batch: Batch,
         scalars: Tensors,
         noise: Tensors,
     ) -> UpdateResult:
-        """One step of one part, from its `compute_loss`."""
-        part = getattr(self.settings, name)
+        """One gradient step of the part `name` with its loss."""
+        settings = getattr(self.settings, name)
         parameters = list(self.modules[name].parameters())
 
-        def flat(
-            share: Batch, numbers: dict[str, torch.Tensor]
+        def total_loss(
+            part: Batch, part_noise: dict[str, torch.Tensor]
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            found, metrics = compute_loss(share, numbers)
-            losses = {f"loss/{key}": value for key, value in found.intermediate_losses.items()}
-            return found.loss_total, {**losses, **metrics}
+            loss, metrics = compute_loss(part, part_noise)
+            losses = {f"loss/{key}": value for key, value in loss.intermediate_losses.items()}
+            return loss.loss_total, {**losses, **metrics}
 
         with fast_path(self.fast):
-            loss, metrics = accumulated(flat, batch, noise, parameters, part.grad_acc_steps)
+            loss, metrics = accumulated_loss(total_loss, batch, noise, parameters, settings.grad_acc_steps)
         step_metrics, _ = optimizer_step(
             loss,
             [self.optimizers[name]],
             {name: parameters},
             guard=self.guards[name],
             learning_rate_scale=scalars["learning_rate_scale"],
-            max_grad_norm=part.max_grad_norm or None,
+            max_grad_norm=settings.max_grad_norm or None,
             average_gradients=self.average_gradients,
         )
         kept = {key: value for key, value in step_metrics.items() if "/" not in key}
         return UpdateResult({**metrics, **kept})
 
-    # ---------------------------------------------------------------- looking, remembering
+    # ---------------------------------------------------------------- report and checkpoint
 
     def report(self, batch: Batch) -> dict[str, Any]:
         return iris_report(self, batch)
@@ -478,3 +432,53 @@ class IrisWorkflow(IrisActing):
                 guard.load_state_dict(state["guards"][name])
         if self.slow is not None and "slow" in state:
             self.slow.load_state_dict(state["slow"])
+
+
+# ---------------------------------------------------------------- gradient accumulation
+
+
+def split_batch(batch: Batch, parts: int) -> list[Batch]:
+    """Split the sequences of a batch into `parts` equal parts."""
+    if parts == 1:
+        return [batch]
+    columns = {name: value.chunk(parts) for name, value in batch.columns.items()}
+    masks = batch.mask.chunk(parts) if batch.mask is not None else (None,) * parts
+    return [Batch({name: value[i] for name, value in columns.items()}, mask=masks[i]) for i in range(parts)]
+
+
+def split_noise(noise: Tensors, parts: int) -> list[dict[str, torch.Tensor]]:
+    """Split noise along its first dimension, which is the batch or the number of parts."""
+    chunks = {name: value.chunk(parts) for name, value in noise.items()}
+    return [{name: value[i] for name, value in chunks.items()} for i in range(parts)]
+
+
+def accumulated_loss(
+    loss: Callable[[Batch, dict[str, torch.Tensor]], tuple[torch.Tensor, Metrics]],
+    batch: Batch,
+    noise: Tensors,
+    parameters: Sequence[torch.nn.Parameter],
+    parts: int,
+) -> tuple[torch.Tensor, Metrics]:
+    """Mean loss (0-d) and metrics over `parts` parts of a batch; its backward pass gives the mean gradient.
+
+    To save memory, the graph of each part is freed before the next one is built. The returned scalar has the
+    value of the loss and is linear in the parameters with the mean gradient as slope, so `optimizer_step` can
+    treat it like any loss.
+    """
+    if parts == 1:
+        return loss(batch, dict(noise))
+    trained = [p for p in parameters if p.requires_grad]
+    gradients = [torch.zeros_like(p) for p in trained]
+    total, sums = torch.zeros((), device=trained[0].device), dict[str, torch.Tensor]()
+    for part, part_noise in zip(split_batch(batch, parts), split_noise(noise, parts)):
+        value, metrics = loss(part, part_noise)
+        for accumulated, gradient in zip(
+            gradients, torch.autograd.grad(value / parts, trained, allow_unused=True)
+        ):
+            if gradient is not None:
+                accumulated += gradient
+        total = total + value.detach() / parts
+        for name, item in metrics.items():
+            sums[name] = sums.get(name, 0.0) + item / parts
+    slope = torch.stack([(p * g).sum() for p, g in zip(trained, gradients)]).sum()
+    return slope + (total - slope.detach()), sums

@@ -1,4 +1,4 @@
-"""The numbers of World Models, read once from `algorithm.*` into plain attributes."""
+"""Hyperparameters of World Models, read from `algorithm.*`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LOSSES = ("latent", "reward", "done")
 
 @dataclass(frozen=True)
 class EvolutionSettings:
-    """How candidates are judged."""
+    """How the fitness of candidates is evaluated."""
 
-    episodes: int  # of each candidate in a generation
-    num_envs: int  # played side by side
+    episodes: int  # per candidate and generation
+    num_envs: int  # run in parallel
     common_episodes: bool
     early_stop: EarlyStop
 
@@ -37,7 +37,7 @@ class EvolutionSettings:
 
 @dataclass(frozen=True)
 class WorldModelsSettings:
-    """Meanings and published values stand in configs/algorithm/og_wm.yaml."""
+    """configs/algorithm/og_wm.yaml describes each field and has the published values."""
 
     batch_size: int
     batch_length: int

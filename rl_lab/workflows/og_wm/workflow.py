@@ -1,12 +1,13 @@
-"""World Models (Ha and Schmidhuber 2018): an autoencoder that sees, a recurrent net that expects, an evolved controller.
+"""World Models (Ha, Schmidhuber 2018): a VAE (V), an MDN-RNN (M), a linear controller (C) evolved by CMA-ES.
 
-V (ConvVAE) compresses each image to z. M (MDN-RNN) remembers in h and predicts the next z. C, one linear layer on
-[z, h], is evolved by CMA-ES, in the environment or in M's dream. The stages are hooks, and phases put them in order:
+V encodes each image as z. M keeps a memory h and predicts a mixture density of the next z. C is one linear
+layer on [z, h]. `ControllerEvolution` (ask, act, tell) evolves it with CMA-ES in the environment,
+`DreamEvolution` in M's dream. The stages are hooks; phases run them in order:
 
     collect · update_vae · encode · update_mdn · evolve, or evolve_in_dream
 
-`encode` runs every stored image through V once and keeps mean and log variance as columns, so that M trains without
-images. The controller that acts is the centre of the evolved distribution.
+`encode` runs V once on each stored image and stores mean and log variance as columns, so M trains without
+images. The acting controller is the mean of the CMA-ES distribution.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from rl_lab.records import (
     ArraySpec,
     Batch,
     BatchSpec,
-    Dreamed,
     Hook,
     Imagined,
+    ImaginedStep,
     NoiseSpec,
     Spec,
     UpdateResult,
@@ -45,124 +46,8 @@ from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.og_wm.report import REPORT_ROWS, REPORT_SEQUENCES, world_models_report
 from rl_lab.workflows.og_wm.settings import WorldModelsSettings
 
-# --------------------
-# Evolving the controller: what CMA-ES proposes, played in the environment or inside M's dream.
-
-
-ALIVE_CHECK = 32  # dreamed steps between looks whether any dream goes on
-
-
-class ControllerEvolution:
-    """The `step` of the hook `evolve` (see orchestration/evolution.py). Its strategy is shared by both hooks.
-
-    When another phase begins to evolve (or the same one in the next round of a group), V and M may have changed: the
-    strategy starts anew around the controller as it is.
-    """
-
-    dreams = False
-
-    def __init__(self, workflow: OriginalWorldModelsWorkflow, seed: int) -> None:
-        self.workflow = workflow
-        self.seed = seed
-        settings = workflow.settings.evolution
-        self.episodes_per_candidate = settings.episodes
-        self.num_envs = settings.num_envs
-        self.common_episodes = settings.common_episodes
-        self.early_stop = settings.early_stop
-
-    # ---------------------------------------------------------------- ask, act, tell
-
-    def begin(self, phase: PhaseConfig) -> None:
-        """Before every generation."""
-        workflow = self.workflow
-        workflow.temperature = workflow.phase_value(phase, "algorithm.temperature")
-        stage = f"{phase['name']}/{phase['iteration']}"
-        if stage != workflow.evolving:
-            workflow.evolving = stage
-            workflow.cma_es.start(workflow.controller.get_vector(), derive_seed(self.seed, stage))
-
-    def ask(self) -> torch.Tensor:
-        candidates: torch.Tensor = self.workflow.cma_es.ask()
-        return candidates.to(self.workflow.device)
-
-    def initial_policy_state(self, num_envs: int) -> PolicyState:
-        return self.workflow.initial_policy_state(num_envs)
-
-    def act(
-        self,
-        candidates: torch.Tensor,  # (N, D), one for each environment
-        obs: dict[str, torch.Tensor],
-        policy_state: PolicyState,
-        is_first: torch.Tensor,
-        mode: ActMode,
-    ) -> tuple[torch.Tensor, PolicyState]:
-        """One pass of V and M for all, and all controllers as one batched product."""
-        workflow = self.workflow
-        z = workflow.see(obs, workflow._latent_noise(len(is_first), mode))["z"]
-        memory = workflow.recall(policy_state, is_first)
-        action = workflow.controller.act_population(candidates, workflow.features(z, memory))
-        return action, {**memory, "z": z, "action": action}
-
-    def tell(self, candidates: torch.Tensor, fitness: torch.Tensor) -> dict[str, float]:
-        """The strategy learns, and the controller becomes the centre of its distribution."""
-        strategy, controller = self.workflow.cma_es, self.workflow.controller
-        strategy.tell(fitness)
-        controller.set_vector(strategy.mean)
-        return {"step_size": strategy.step_size, "weight_norm": float(controller.get_vector().norm())}
-
-    # ---------------------------------------------------------------- checkpoint
-
-    def get_state(self) -> dict[str, Any]:
-        workflow = self.workflow
-        strategy = workflow.cma_es.get_state() if workflow.evolving else {}
-        return {"stage": workflow.evolving, "strategy": strategy}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        self.workflow.evolving = str(state["stage"])
-        if self.workflow.evolving:
-            self.workflow.cma_es.set_state(state["strategy"])
-
-
-class DreamEvolution(ControllerEvolution):
-    """The `step` of `evolve_in_dream`: nothing but M is played; every candidate dreams from the same beginnings."""
-
-    dreams = True
-
-    @torch.no_grad()
-    def evaluate(
-        self, candidates: torch.Tensor, batch: Batch, generator: torch.Generator
-    ) -> tuple[torch.Tensor, int]:
-        """candidates: (P, D); batch: (E, T) rows to begin after -> mean dreamed return (P,), and dreamed steps.
-
-        A dream ends where the end is more likely than not. Beginnings and noise are common to all candidates.
-        """
-        workflow = self.workflow
-        count = len(candidates)
-        start = workflow.dream_start(batch, generator=generator)
-        episodes = len(start["z"])
-        state = {
-            key: value.repeat(count, 1) for key, value in start.items()
-        }  # (P·E, …), candidate by candidate
-        # One that begins where an episode ended brings nothing, to any candidate.
-        alive = (~batch.terminated[:, -1]).float().repeat(count)
-        returns = torch.zeros_like(alive)
-        steps = torch.zeros((), device=workflow.device)
-        for step in range(workflow.settings.imagination_horizon):
-            features = workflow.features(state["z"], state).unflatten(0, (count, episodes))
-            action = workflow.controller.act_population(candidates, features).flatten(0, 1)
-            uniform, normal = workflow.dream_noise(episodes, generator)
-            noise = (uniform.repeat(count, 1), normal.repeat(count, 1))
-            state, reward, done = workflow.dream_latent(state, action, noise)
-            steps += alive.sum()
-            returns += reward * alive
-            alive = alive * (done <= 0).float()
-            if step % ALIVE_CHECK == ALIVE_CHECK - 1 and not bool(alive.any()):
-                break
-        return returns.view(count, episodes).mean(1), int(steps)
-
-
 Tensors = Mapping[str, torch.Tensor]
-ENCODED_AT_ONCE = 512  # images that `encode` and `dream_start` put through V in one call
+ENCODE_BATCH = 512  # images per call of V in `encode` and `dream_start`
 
 
 class OriginalWorldModelsWorkflow(WorldModelWorkflow):
@@ -196,8 +81,8 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
             context.check_trained({name: module.parameters()}, {name: self.optimizers[name]}, name)
         self.guards = {name: NonFiniteGuard().to(self.device) for name in self.optimizers}
         self.average_gradients: AverageGradients = keep_gradients
-        self.temperature = self.settings.temperature  # of every dream; a phase may `set` it
-        self.evolving = ""  # the phase whose generations `cma_es` counts
+        self.temperature = self.settings.temperature  # of all dreams; a phase may `set` it
+        self.evolving = ""  # the phase and iteration that `cma_es` was started for
         seed = derive_seed(int(context.config.experiment.seed), "cma_es")
         self.evolution = ControllerEvolution(self, seed)
         self.dream_evolution = DreamEvolution(self, seed)
@@ -206,14 +91,15 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         latent = self.vae.latent
         if self.mdn_rnn.latent != latent:
             raise ConfigError(
-                f"the autoencoder gives {latent} numbers and the MDN-RNN expects {self.mdn_rnn.latent}: "
+                f"components.mdn_rnn.latent is {self.mdn_rnn.latent}, but the VAE has {latent} latents: "
                 f"set components.mdn_rnn.latent={latent}"
             )
-        wanted = latent + len(self.settings.memory.replace("none", "")) * self.mdn_rnn.hidden
-        if self.controller.features != wanted:
+        features = latent + len(self.settings.memory.replace("none", "")) * self.mdn_rnn.hidden
+        if self.controller.features != features:
             raise ConfigError(
-                f"with algorithm.memory={self.settings.memory} the controller is given {wanted} numbers, and it expects "
-                f"{self.controller.features}: set controllers.controller.features={wanted}"
+                f"controllers.controller.features is {self.controller.features}, but with "
+                f"algorithm.memory={self.settings.memory} the controller gets {features} features: "
+                f"set controllers.controller.features={features}"
             )
 
     # ---------------------------------------------------------------- hooks
@@ -221,34 +107,35 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
     def hooks(self) -> dict[str, Hook]:
         s, latent = self.settings, self.vae.latent
         codes = ("mu", "logvar", "action", "reward", "terminated", "is_first")
-        # A transform reads the buffer by itself: what it declares, the first of all batches, is what a report is given.
-        shown = BatchSpec(REPORT_SEQUENCES, REPORT_ROWS, boundary="pad")
+        # `encode` reads the buffer itself. Its batch is the first one declared, which `report` gets.
+        report = BatchSpec(REPORT_SEQUENCES, REPORT_ROWS, boundary="pad")
         images = BatchSpec(s.batch_size, 1, keys=tuple(f"obs/{key}" for key in self.vae.keys))
-        # A sequence of L predictions has L + 1 rows; it begins anywhere and ends with its episode.
+        # L predictions need L + 1 rows. A sequence starts anywhere and ends with its episode.
         sequences = BatchSpec(s.batch_size, s.batch_length + 1, boundary="pad", keys=codes)
         starts = BatchSpec(s.evolution.episodes, s.dream_context, boundary="pad", pad="left", keys=codes)
-        draw = NoiseSpec((s.batch_size, s.batch_length + 1, latent), "normal")
+        noise = NoiseSpec((s.batch_size, s.batch_length + 1, latent), "normal")
         return {
-            "encode": Hook(self._encode_rows, kind="transform", batch=shown),
+            "encode": Hook(self._encode_rows, kind="transform", batch=report),
             "update_vae": Hook(
                 self._vae_step,
                 batch=images,
                 noise={"latent": NoiseSpec((s.batch_size, 1, latent), "normal")},
                 prefix="train/vae",
             ),
-            "update_mdn": Hook(self._mdn_step, batch=sequences, noise={"latent": draw}, prefix="train/mdn"),
+            "update_mdn": Hook(self._mdn_step, batch=sequences, noise={"latent": noise}, prefix="train/mdn"),
             "evolve": Hook(self.evolution, kind="evolve", prefix="controller"),
             "evolve_in_dream": Hook(self.dream_evolution, kind="evolve", batch=starts, prefix="controller"),
         }
 
     def _vae_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        """Train V: reconstruction error + KL with tolerance."""
         with self.autocast():
             losses, metrics = self.vae.losses(batch.obs, noise["latent"])
         means = {name: loss.mean() for name, loss in losses.items()}
         return self._finish("vae", self.vae, torch.stack(list(means.values())).sum(), means, metrics)
 
     def _mdn_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
-        """Teacher forcing: from z and action of each row, the latent, reward and end of the next."""
+        """Train M with teacher forcing: predict latent, reward and end of the next row from z and action."""
         z = sample_normal(batch["mu"], batch["logvar"], noise["latent"])
         state = self.mdn_rnn.reset_state(len(z))
         h, _ = self.mdn_rnn.observe_sequence(state, z[:, :-1], batch.action[:, :-1])
@@ -260,7 +147,7 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
             done_weight=self.settings.done_weight,
         )
         assert batch.mask is not None
-        real = batch.mask[:, 1:].float()  # padding lies behind a sequence's end
+        real = batch.mask[:, 1:].float()  # the padding is at the end
         count = real.sum().clamp(min=1.0)
         means = {name: (loss * real).sum() / count for name, loss in losses.items()}
         loss = torch.stack([self.settings.loss_scales[name] * mean for name, mean in means.items()]).sum()
@@ -280,7 +167,7 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         return UpdateResult({**losses, **metrics, **step_metrics})
 
     def _limit_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """Clipping by value, as the original trains M."""
+        """Clip gradients by value, as the original does for M."""
         self.average_gradients(gradients)
         limit = self.settings.gradient_limit
         if limit:
@@ -288,47 +175,47 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
             torch._foreach_clamp_max_(gradients, limit)
 
     def _encode_rows(self, batch: Batch) -> dict[str, torch.Tensor]:
-        latent = self.see_sequence(batch.obs)
+        latent = self.encode_sequence(batch.obs)
         return {"mu": latent["mu"], "logvar": latent["logvar"]}
 
-    # ---------------------------------------------------------------- seeing and remembering
+    # ---------------------------------------------------------------- V, M and acting
 
     @torch.no_grad()
-    def see(self, obs: Tensors, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def encode(self, obs: Tensors, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """V on (N, C, H, W) images: z, mu, logvar, each (N, latent)."""
         with self.autocast():
             return dict(self.vae.observe(obs, noise))
 
     @torch.no_grad()
-    def see_sequence(self, obs: Tensors, noise: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """V on (B, T, C, H, W) images, a part at a time."""
+    def encode_sequence(self, obs: Tensors, noise: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """V on (B, T, C, H, W) images, in batches of `ENCODE_BATCH`."""
         size, rows = next(iter(obs.values())).shape[:2]
         flat = {key: obs[key].flatten(0, 1) for key in self.vae.keys}
-        draws = None if noise is None else noise.flatten(0, 1)
+        flat_noise = None if noise is None else noise.flatten(0, 1)
         parts = [
-            self.see(
-                {key: value[i : i + ENCODED_AT_ONCE] for key, value in flat.items()},
-                None if draws is None else draws[i : i + ENCODED_AT_ONCE],
+            self.encode(
+                {key: value[i : i + ENCODE_BATCH] for key, value in flat.items()},
+                None if flat_noise is None else flat_noise[i : i + ENCODE_BATCH],
             )
-            for i in range(0, size * rows, ENCODED_AT_ONCE)
+            for i in range(0, size * rows, ENCODE_BATCH)
         ]
         return {key: torch.cat([part[key] for part in parts]).unflatten(0, (size, rows)) for key in parts[0]}
 
     def features(self, z: torch.Tensor, state: Tensors) -> torch.Tensor:
-        """What C is given: z and, as `algorithm.memory` says, M's memory *before* it has seen this z. (N, F)"""
+        """Input of C (N, F): z and, depending on `algorithm.memory`, M's memory from *before* this z."""
         names = {"h": ("h",), "hc": ("h", "c"), "none": ()}[self.settings.memory]
         return torch.cat([z, *(state[name] for name in names)], -1)
 
     @torch.no_grad()
-    def recall(self, policy_state: Tensors, is_first: torch.Tensor) -> dict[str, torch.Tensor]:
-        """M's memory after what was last seen and done; empty where an episode begins. h, c: (N, hidden)"""
+    def update_memory(self, policy_state: Tensors, is_first: torch.Tensor) -> dict[str, torch.Tensor]:
+        """M's memory after the last z and action; zeros where an episode starts. h, c: (N, hidden)"""
         before = {key: policy_state[key] for key in ("h", "c")}
         after = self.mdn_rnn.observe(before, policy_state["z"], policy_state["action"])
         keep = (~is_first).float().unsqueeze(-1)
         return {key: value * keep for key, value in after.items()}
 
     def initial_policy_state(self, num_envs: int) -> PolicyState:
-        """M's memory *before* the last z and action, which are kept beside it, and the explorer's."""
+        """M's memory from *before* the last z and action, this z and action, and the explorer's state."""
         dtype = torch.float32 if self.spec.action.kind == "continuous" else torch.int64
         return {
             **self.mdn_rnn.reset_state(num_envs),
@@ -346,24 +233,24 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
     ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
         size = len(is_first)
-        if mode.epsilon >= 1.0:  # pure exploration asks no network; `encode` fills the columns in
+        if mode.epsilon >= 1.0:  # pure exploration needs no network; `encode` fills the columns later
             action, explorer = self._explore(policy_state, is_first, mode)
             zeros = torch.zeros(size, self.vae.latent, device=self.device)
             state = {**self.mdn_rnn.reset_state(size), "z": zeros, "action": action, **explorer}
             return action, state, {"mu": zeros, "logvar": zeros}
-        latent = self.see(obs, self._latent_noise(size, mode))
-        memory = self.recall(policy_state, is_first)
+        latent = self.encode(obs, self._latent_noise(size, mode))
+        memory = self.update_memory(policy_state, is_first)
         action = self.controller.act(self.features(latent["z"], memory), mode)
         explorer = {key: policy_state[key] for key in ("explored", "left")}
         if mode.epsilon > 0.0:
-            chance, explorer = self._explore(policy_state, is_first, mode)
+            exploration, explorer = self._explore(policy_state, is_first, mode)
             explore = torch.rand(size, generator=mode.generator, device=self.device) < mode.epsilon
-            action = torch.where(explore.view(-1, *[1] * (action.ndim - 1)), chance, action)
+            action = torch.where(explore.view(-1, *[1] * (action.ndim - 1)), exploration, action)
         state = {**memory, "z": latent["z"], "action": action, **explorer}
         return action, state, {"mu": latent["mu"], "logvar": latent["logvar"]}
 
     def _latent_noise(self, size: int, mode: ActMode) -> torch.Tensor | None:
-        """Z is drawn, as in the original, where the mode samples; else it is the mean."""
+        """Noise to sample z, as in the original; None (z is the mean) if the mode does not sample."""
         if not mode.sample:
             return None
         return torch.randn(size, self.vae.latent, generator=mode.generator, device=self.device)
@@ -373,23 +260,23 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         action, explorer = self.explorer.act(policy_state, is_first, mode.generator)
         if self.spec.action.kind == "continuous":
-            action = self.controller.from_unit(action)  # a brake rests half of the time
+            action = self.controller.from_unit(action)  # a rectified brake is 0 half of the time
         return action, explorer
 
-    # ---------------------------------------------------------------- dreaming
+    # ---------------------------------------------------------------- dreams
 
     @torch.no_grad()
     def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
         size, rows = batch.reward.shape
         noise = torch.randn(size, rows, self.vae.latent, generator=generator, device=self.device)
         if all(key in batch.obs for key in self.vae.keys):
-            z = self.see_sequence(batch.obs, noise)["z"]
+            z = self.encode_sequence(batch.obs, noise)["z"]
         else:
             z = sample_normal(batch["mu"], batch["logvar"], noise)
         state = self.mdn_rnn.reset_state(size)
         for t in range(rows - 1):
             state = self.mdn_rnn.observe(state, z[:, t], batch.action[:, t], batch.is_first[:, t])
-            if batch.mask is not None:  # padding in front of a short past is no past
+            if batch.mask is not None:  # padding before a short history must not change the memory
                 state = {key: value * batch.mask[:, t, None] for key, value in state.items()}
         keep = (~batch.is_first[:, -1]).float().unsqueeze(-1)
         return {"z": z[:, -1], **{key: value * keep for key, value in state.items()}}
@@ -409,16 +296,16 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
     @torch.no_grad()
     def dream_step(
         self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
-    ) -> tuple[PolicyState, Dreamed]:
+    ) -> tuple[PolicyState, ImaginedStep]:
         state, reward, done = self.dream_latent(state, action, self.dream_noise(len(action), generator))
-        return state, Dreamed(reward, self.end_chance(done), self.dream_observation(state))
+        return state, ImaginedStep(reward, self.end_chance(done), self.dream_observation(state))
 
     def end_chance(self, done_logit: torch.Tensor) -> torch.Tensor:
-        """Probability of the end: training weighs ends more, which raised their odds by as much."""
+        """Probability of the end. Training multiplies its odds by `done_weight`; this divides by it."""
         return torch.sigmoid(done_logit - math.log(self.settings.done_weight))
 
     def dream_noise(self, size: int, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uniform and normal numbers for one step of `size` dreams, (size, latent) each."""
+        """Uniform and normal noise for one step of `size` dreams, (size, latent) each."""
         shape = (size, self.vae.latent)
         uniform = torch.rand(shape, generator=generator, device=self.device)
         return uniform, torch.randn(shape, generator=generator, device=self.device)
@@ -426,13 +313,13 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
     def dream_latent(
         self, state: Tensors, action: torch.Tensor, noise: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[PolicyState, torch.Tensor, torch.Tensor]:
-        """One step without pictures: the next state, reward (B,), logit of the end (B,). At `self.temperature`."""
+        """One step at `self.temperature`, not decoded: next state, reward (B,), logit of the end (B,)."""
         memory = self.mdn_rnn.observe({key: state[key] for key in ("h", "c")}, state["z"], action)
         prediction = self.mdn_rnn.predict(memory["h"])
         z = prediction.latent.sample(*noise, self.temperature)
-        nothing = torch.zeros(len(z), device=z.device)
-        reward = nothing if prediction.reward is None else prediction.reward
-        done = nothing - torch.inf if prediction.done_logit is None else prediction.done_logit
+        zeros = torch.zeros(len(z), device=z.device)
+        reward = zeros if prediction.reward is None else prediction.reward
+        done = zeros - torch.inf if prediction.done_logit is None else prediction.done_logit
         return {"z": z, **memory}, reward, done
 
     @torch.no_grad()
@@ -456,10 +343,12 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         cont = [torch.ones(len(state["z"]), device=self.device)]
         for _ in range(horizon):
             action, state = self.dream_act(state, ActMode())
-            state, gained, done = self.dream_latent(state, action, self.dream_noise(len(action), generator))
+            state, step_reward, done = self.dream_latent(
+                state, action, self.dream_noise(len(action), generator)
+            )
             states.append(state)
             actions.append(action)
-            reward.append(gained)
+            reward.append(step_reward)
             cont.append(1.0 - self.end_chance(done))
         stacked = {key: torch.stack([item[key] for item in states], 1) for key in state}
         obs = self.dream_observation(stacked) if decode else None
@@ -471,7 +360,7 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
             obs=obs,
         )
 
-    # ---------------------------------------------------------------- looking, remembering the run
+    # ---------------------------------------------------------------- report and checkpoint
 
     def report(self, batch: Batch) -> dict[str, Any]:
         return world_models_report(self, batch)
@@ -488,3 +377,117 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
                 guard.load_state_dict(state["guards"][name])
         if "evolution" in state:
             self.evolution.set_state(state["evolution"])
+
+
+# ---------------------------------------------------------------- evolution of the controller
+
+ALIVE_CHECK = 32  # dreamed steps between checks whether all dreams have ended
+
+
+class ControllerEvolution:
+    """The `step` of the hook `evolve` (see orchestration/evolution.py). Both hooks share one CMA-ES strategy.
+
+    When a different phase starts to evolve (or the same one in the next round of a group), V and M may have
+    changed: the strategy restarts around the current controller.
+    """
+
+    dreams = False
+
+    def __init__(self, workflow: OriginalWorldModelsWorkflow, seed: int) -> None:
+        self.workflow = workflow
+        self.seed = seed
+        settings = workflow.settings.evolution
+        self.episodes_per_candidate = settings.episodes
+        self.num_envs = settings.num_envs
+        self.common_episodes = settings.common_episodes
+        self.early_stop = settings.early_stop
+
+    # ---------------------------------------------------------------- ask, act, tell
+
+    def begin(self, phase: PhaseConfig) -> None:
+        """Called before each generation."""
+        workflow = self.workflow
+        workflow.temperature = workflow.phase_value(phase, "algorithm.temperature")
+        stage = f"{phase['name']}/{phase['iteration']}"
+        if stage != workflow.evolving:
+            workflow.evolving = stage
+            workflow.cma_es.start(workflow.controller.get_vector(), derive_seed(self.seed, stage))
+
+    def ask(self) -> torch.Tensor:
+        candidates: torch.Tensor = self.workflow.cma_es.ask()
+        return candidates.to(self.workflow.device)
+
+    def initial_policy_state(self, num_envs: int) -> PolicyState:
+        return self.workflow.initial_policy_state(num_envs)
+
+    def act(
+        self,
+        candidates: torch.Tensor,  # (N, D), one per environment
+        obs: dict[str, torch.Tensor],
+        policy_state: PolicyState,
+        is_first: torch.Tensor,
+        mode: ActMode,
+    ) -> tuple[torch.Tensor, PolicyState]:
+        """One pass of V and M for all environments; all controllers run as one batched matrix product."""
+        workflow = self.workflow
+        z = workflow.encode(obs, workflow._latent_noise(len(is_first), mode))["z"]
+        memory = workflow.update_memory(policy_state, is_first)
+        action = workflow.controller.act_population(candidates, workflow.features(z, memory))
+        return action, {**memory, "z": z, "action": action}
+
+    def tell(self, candidates: torch.Tensor, fitness: torch.Tensor) -> dict[str, float]:
+        """Update CMA-ES with the fitness and set the controller to the mean of its distribution."""
+        strategy, controller = self.workflow.cma_es, self.workflow.controller
+        strategy.tell(fitness)
+        controller.set_vector(strategy.mean)
+        return {"step_size": strategy.step_size, "weight_norm": float(controller.get_vector().norm())}
+
+    # ---------------------------------------------------------------- checkpoint
+
+    def get_state(self) -> dict[str, Any]:
+        workflow = self.workflow
+        strategy = workflow.cma_es.get_state() if workflow.evolving else {}
+        return {"stage": workflow.evolving, "strategy": strategy}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.workflow.evolving = str(state["stage"])
+        if self.workflow.evolving:
+            self.workflow.cma_es.set_state(state["strategy"])
+
+
+class DreamEvolution(ControllerEvolution):
+    """The `step` of `evolve_in_dream`: candidates act in M's dream, all from the same starts."""
+
+    dreams = True
+
+    @torch.no_grad()
+    def evaluate(
+        self, candidates: torch.Tensor, batch: Batch, generator: torch.Generator
+    ) -> tuple[torch.Tensor, int]:
+        """candidates: (P, D); batch: (E, T) rows to start after -> mean dreamed return (P,), dreamed steps.
+
+        A dream ends when P(end) > 0.5. Starts and noise are the same for all candidates.
+        """
+        workflow = self.workflow
+        count = len(candidates)
+        start = workflow.dream_start(batch, generator=generator)
+        episodes = len(start["z"])
+        state = {
+            key: value.repeat(count, 1) for key, value in start.items()
+        }  # (P·E, …), grouped by candidate
+        # A dream that starts at the end of an episode has return 0 for every candidate.
+        alive = (~batch.terminated[:, -1]).float().repeat(count)
+        returns = torch.zeros_like(alive)
+        steps = torch.zeros((), device=workflow.device)
+        for step in range(workflow.settings.imagination_horizon):
+            features = workflow.features(state["z"], state).unflatten(0, (count, episodes))
+            action = workflow.controller.act_population(candidates, features).flatten(0, 1)
+            uniform, normal = workflow.dream_noise(episodes, generator)
+            noise = (uniform.repeat(count, 1), normal.repeat(count, 1))
+            state, reward, done = workflow.dream_latent(state, action, noise)
+            steps += alive.sum()
+            returns += reward * alive
+            alive = alive * (done <= 0).float()
+            if step % ALIVE_CHECK == ALIVE_CHECK - 1 and not bool(alive.any()):
+                break
+        return returns.view(count, episodes).mean(1), int(steps)

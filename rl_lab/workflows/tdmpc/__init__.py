@@ -1,4 +1,4 @@
-"""TD-MPC2, and TD-MPC by config: workflow, losses, settings, and the model that the planner searches."""
+"""TD-MPC2 and, as a config, TD-MPC: workflow, losses, settings, and the model that the planner searches."""
 
 from rl_lab.workflows.tdmpc.workflow import TDMPCWorkflow
 

@@ -1,4 +1,4 @@
-"""The numbers of TD-MPC, read once from `algorithm.*` into plain attributes."""
+"""Hyperparameters of TD-MPC, read from `algorithm.*`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SCHEDULES = ("steps", "min_std", "horizon")
 
 
 def discount_for(length: float, *, low: float, high: float, denominator: float = 5.0) -> float:
-    """The discount that fits episodes of so many decisions: γ = clip((T/5 − 1)/(T/5), low, high).
+    """Discount for episodes of T = `length` decisions: γ = clip((T/5 − 1)/(T/5), low, high).
 
-    nicklashansen/tdmpc2 tdmpc2.py: short episodes need not look far ahead.
+    nicklashansen/tdmpc2 tdmpc2.py: shorter episodes get a smaller discount.
     """
     fraction = length / denominator
     return min(max((fraction - 1.0) / fraction, low), high)
@@ -24,21 +24,21 @@ def discount_for(length: float, *, low: float, high: float, denominator: float =
 
 @dataclass(frozen=True)
 class PlanSchedule:
-    """What a plan changes with training time: straight lines over the first `steps` decisions (TD-MPC)."""
+    """Planner values that change linearly during the first `steps` decisions of training (TD-MPC)."""
 
     steps: int
     min_std: tuple[float, float]
     horizon: tuple[int, int]
 
     def at(self, step: int) -> dict[str, float]:
-        share = min(max(step / self.steps, 0.0), 1.0)
-        std, reach = (first + share * (last - first) for first, last in (self.min_std, self.horizon))
-        return {"min_std": std, "horizon": float(int(reach))}
+        fraction = min(max(step / self.steps, 0.0), 1.0)
+        std, horizon = (first + fraction * (last - first) for first, last in (self.min_std, self.horizon))
+        return {"min_std": std, "horizon": float(int(horizon))}
 
 
 @dataclass(frozen=True)
 class TDMPCSettings:
-    """Meanings and published values stand in configs/algorithm/tdmpc2.yaml and tdmpc.yaml."""
+    """configs/algorithm/tdmpc2.yaml and tdmpc.yaml describe each field and have the published values."""
 
     learning_rate: float
     batch_size: int
@@ -63,7 +63,7 @@ class TDMPCSettings:
     def from_config(cls, algorithm: Mapping[str, Any]) -> TDMPCSettings:
         require_all(cls, algorithm, "tdmpc2")
         length = algorithm["episode_length"]
-        many = isinstance(length, Sequence)
+        per_task = isinstance(length, Sequence)
         settings = cls(
             learning_rate=float(algorithm["learning_rate"]),
             batch_size=int(algorithm["batch_size"]),
@@ -73,7 +73,7 @@ class TDMPCSettings:
             discount="auto" if algorithm["discount"] == "auto" else float(algorithm["discount"]),
             discount_min=float(algorithm["discount_min"]),
             discount_max=float(algorithm["discount_max"]),
-            episode_length=tuple(int(item) for item in length) if many else int(length),
+            episode_length=tuple(int(item) for item in length) if per_task else int(length),
             entropy=float(algorithm["entropy"]),
             max_grad_norm=float(algorithm["max_grad_norm"]),
             target_rate=float(algorithm["target_rate"]),
@@ -85,11 +85,11 @@ class TDMPCSettings:
             plan_schedule=_schedule(algorithm["plan_schedule"]),
         )
         if settings.horizon < 1:
-            raise ConfigError(f"algorithm.horizon is {settings.horizon}; it must be at least 1")
+            raise ConfigError(f"algorithm.horizon is {settings.horizon}: set it to at least 1")
         return settings
 
     def discounts(self, tasks: int) -> list[float]:
-        """One for each of the tasks."""
+        """The discount of each task."""
         if self.discount != "auto":
             return [float(self.discount)] * tasks
         lengths = self.episode_length
@@ -97,7 +97,8 @@ class TDMPCSettings:
             lengths = (lengths,) * tasks
         if len(lengths) != tasks:
             raise ConfigError(
-                f"algorithm.episode_length has {len(lengths)} entries for {tasks} tasks: give one number, or one each"
+                f"algorithm.episode_length has {len(lengths)} entries for {tasks} tasks: "
+                "set one length, or one per task"
             )
         return [discount_for(n, low=self.discount_min, high=self.discount_max) for n in lengths]
 
@@ -106,5 +107,7 @@ def _schedule(node: Mapping[str, Any] | None) -> PlanSchedule | None:
     if not node:
         return None
     reject_unknown("algorithm.plan_schedule", node, SCHEDULES)
-    std, reach = node["min_std"], node["horizon"]
-    return PlanSchedule(int(node["steps"]), (float(std[0]), float(std[1])), (int(reach[0]), int(reach[1])))
+    std, horizon = node["min_std"], node["horizon"]
+    return PlanSchedule(
+        int(node["steps"]), (float(std[0]), float(std[1])), (int(horizon[0]), int(horizon[1]))
+    )

@@ -1,11 +1,11 @@
 """TD-MPC2 (Hansen, Su, Wang 2024; nicklashansen/tdmpc2) and, as a configuration, TD-MPC (2022).
 
-A latent model without a decoder is learned from short sequences of replay: the next latent, the reward and an ensemble
-of values, all predicted on latents that the model rolled out itself. Acting plans in that model (tdmpc_acting.py); a
-policy learns to maximise the values, proposes plans, and is what the values are of.
+A latent model without a decoder is trained on short replayed sequences. It predicts the next latent, the
+reward and an ensemble of Q-values, all on latents of its own rollout (`_model_losses`). The policy maximizes
+the Q-values (`_train_policy`) and proposes action sequences. Acting plans in the model with MPPI (`plan`).
 
-The hook `update` does one step on the model, one on the policy and one of the slow critic. `update_world_model` and
-`update_controller` do the halves apart.
+The hook `update` does one step of the model, one of the policy and one of the target networks.
+`update_world_model` and `update_controller` do the two halves separately.
 """
 
 from __future__ import annotations
@@ -31,17 +31,13 @@ from rl_lab.components.nn.training_step import (
     keep_gradients,
     optimizer_step,
 )
-from rl_lab.records import ActMode, Batch, BatchSpec, Dreamed, Hook, Imagined, NoiseSpec, UpdateResult
-from rl_lab.utils.tensor_float import tensor_float
+from rl_lab.launch.runtime import tensor_float
+from rl_lab.records import ActMode, Batch, BatchSpec, Hook, Imagined, ImaginedStep, NoiseSpec, UpdateResult
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.tdmpc.losses import Losses, RunningScale, over_time, policy_loss, td_target, total_loss
 from rl_lab.workflows.tdmpc.planning_model import CastCopy, LatentModel, control
 from rl_lab.workflows.tdmpc.settings import TDMPCSettings
-
-# --------------------
-# TD-MPC without its training: the parts, planning with them, dreaming with them. tdmpc.py adds how they learn.
-
 
 Tensors = Mapping[str, torch.Tensor]
 Observations = Mapping[str, torch.Tensor]
@@ -50,19 +46,26 @@ Acted = tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class TaskRows:
-    """What the rows' tasks are: nothing but a discount where there is only one."""
+    """Tasks of B rows. With a single task there is only a discount."""
 
-    embedding: tuple[torch.Tensor, ...]  # one (B, D), or none
-    mask: torch.Tensor | None  # (B, A): parts of an action that the task has
+    embedding: tuple[torch.Tensor, ...]  # empty, or one (B, D)
+    mask: torch.Tensor | None  # (B, A): dimensions of the action that the task uses
     discount: torch.Tensor  # 0-d, or (B,)
 
     def spread(self, *steps: int) -> tuple[torch.Tensor, ...]:
-        """The embedding for each of some steps, (*steps, B, D)."""
+        """The embedding repeated for each step, (*steps, B, D)."""
         return tuple(part.expand(*steps, *part.shape) for part in self.embedding)
 
 
+# ---------------------------------------------------------------- acting and imagination
+
+
 class TDMPCActing(WorldModelWorkflow):
-    """Components encoder, dynamics, reward_head (termination_head, task_embedding); controllers critic, policy, planner."""
+    """TD-MPC without training: planning, acting and imagination.
+
+    Components encoder, dynamics, reward_head and, if needed, termination_head and task_embedding; controllers
+    critic, policy, planner.
+    """
 
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
@@ -82,12 +85,12 @@ class TDMPCActing(WorldModelWorkflow):
         self.discounts = torch.tensor(s.discounts(tasks), device=self.device)
         self.fast = resolve_fast_path(context.config.training.get("fast_path", "auto"), self.device)
         self._set_precision(str(context.config.training.precision))
-        self._env_steps = 0  # what the planner's schedule goes by
-        self._sent: dict[str, float] = {}  # numbers of the last call, as `_numbers` holds them on the device
-        self._numbers: dict[str, torch.Tensor] = {}
+        self._env_steps = 0  # time of the planner's schedule
+        self._written: dict[str, float] = {}  # values of `_act_scalars`, to skip unchanged ones
+        self._act_scalars: dict[str, torch.Tensor] = {}
 
     def _set_precision(self, precision: str) -> None:
-        """`auto` on CUDA: updates in float32 with TensorFloat-32 products, plans in bfloat16."""
+        """`auto` on CUDA: updates in float32 with TensorFloat-32 matrix products, planning in bfloat16."""
         dtype = resolve_precision(precision, self.device)
         auto = precision == "auto"
         self.tensor_float = auto and self.device.type == "cuda"
@@ -109,16 +112,16 @@ class TDMPCActing(WorldModelWorkflow):
 
     @contextlib.contextmanager
     def _fast_plan(self) -> Iterator[None]:
-        """A plan's small functions have no Triton kernels of their own: torch compiles them."""
+        """Fast path with torch.compile for the pointwise functions of the planner, which have no kernels."""
         with self._fast(), compiling(self.fast and self.device.type == "cuda"):
             yield
 
-    def _task(self, about: Observations) -> TaskRows:
-        """The tasks of rows (B, …), from their observations or from a dream's state."""
+    def _task(self, obs: Observations) -> TaskRows:
+        """The tasks of rows (B, …), from their observations or from the state of a dream."""
         if self.task_embedding is None:
             return TaskRows((), None, self.discounts[0])
-        one_hot = about["task"].float()
-        return TaskRows((self.task_embedding(one_hot),), about["action_mask"], one_hot @ self.discounts)
+        one_hot = obs["task"].float()
+        return TaskRows((self.task_embedding(one_hot),), obs["action_mask"], one_hot @ self.discounts)
 
     # ---------------------------------------------------------------- acting
 
@@ -130,23 +133,23 @@ class TDMPCActing(WorldModelWorkflow):
         self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
     ) -> Acted:
         n = len(is_first)
-        if mode.epsilon >= 1.0:  # seeding replay: nothing to plan
+        if mode.epsilon >= 1.0:  # random actions need no plan
             return self._random(n, mode), self.initial_policy_state(n), {}
         noise = self._draw(self.act_noise(n), mode.generator)
-        action, state, extras = self.act_step(obs, policy_state, is_first, noise, self._scalars_of(mode))
+        action, state, extras = self.act_step(obs, policy_state, is_first, noise, self._device_scalars(mode))
         if mode.epsilon > 0.0:
-            chance = torch.rand(n, generator=mode.generator, device=self.device) < mode.epsilon
-            chance = chance.view(-1, *[1] * (action.ndim - 1))
-            action = torch.where(chance, self._random(n, mode), action)
+            explore = torch.rand(n, generator=mode.generator, device=self.device) < mode.epsilon
+            explore = explore.view(-1, *[1] * (action.ndim - 1))
+            action = torch.where(explore, self._random(n, mode), action)
         return action, state, extras
 
     def act_noise(self, num_envs: int) -> dict[str, NoiseSpec]:
-        """Random numbers that `act_step` needs."""
+        """Specs of the noise that `act_step` needs."""
         rows = {"policy": self.policy.noise, "value": self.policy.noise}
         return {**self.planner.noise(num_envs, rows), "members": NoiseSpec((self.critic.members,))}
 
     def act_scalars(self, mode: ActMode) -> dict[str, float]:
-        """Numbers that change from call to call."""
+        """Scalars of `act_step` that change from call to call."""
         scalars = {"explore": 1.0 if mode.sample else 0.0}
         if self.settings.plan_schedule is not None:
             scalars |= self.settings.plan_schedule.at(self._env_steps)
@@ -161,7 +164,7 @@ class TDMPCActing(WorldModelWorkflow):
         noise: Tensors,
         scalars: Tensors,
     ) -> Acted:
-        """A pure function of tensors with fixed shapes: it can be recorded as a CUDA graph."""
+        """A pure function of tensors with fixed shapes: it can be captured as a CUDA graph."""
         with self._fast():
             task = self._task(obs)
             latent = self.encoder(obs, *task.embedding)
@@ -178,14 +181,14 @@ class TDMPCActing(WorldModelWorkflow):
         noise: Tensors,
         scalars: Tensors,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Actions (N, …) as stored, and the plan to go on from."""
+        """Plan with MPPI: actions (N, …) in the stored format, and the planner memory for the next step."""
         self.planning_parts.refresh()
         dtype = self.planning_parts.dtype
         parts: dict[str, Any] = self.planning_parts.parts
         model = LatentModel(
             **parts,
             critic=self.critic,
-            # Drawn once for a plan: all its rounds then climb the same hill.
+            # Chosen once per plan, so that all iterations of the planner maximize the same value.
             pair=parts["online"].select(choose_pair(noise["members"])),
             task=task.embedding[0] if task.embedding else None,
             mask=task.mask,
@@ -221,19 +224,19 @@ class TDMPCActing(WorldModelWorkflow):
 
     def before_act(self, mode: ActMode) -> None:
         for name, value in self.act_scalars(mode).items():
-            if name not in self._numbers:
-                self._numbers[name] = torch.zeros((), device=self.device)
-            if self._sent.get(name) != value:
-                self._numbers[name].fill_(value)
-                self._sent[name] = value
+            if name not in self._act_scalars:
+                self._act_scalars[name] = torch.zeros((), device=self.device)
+            if self._written.get(name) != value:
+                self._act_scalars[name].fill_(value)
+                self._written[name] = value
 
-    def _scalars_of(self, mode: ActMode) -> dict[str, torch.Tensor]:
-        """`act_scalars` on the device. While a graph is recorded they are where `before_act` has put them."""
+    def _device_scalars(self, mode: ActMode) -> dict[str, torch.Tensor]:
+        """`act_scalars` on the device. During CUDA graph capture, `before_act` has already written them."""
         if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self.before_act(mode)
-        return self._numbers
+        return self._act_scalars
 
-    # ---------------------------------------------------------------- dreaming
+    # ---------------------------------------------------------------- imagination
 
     @torch.no_grad()
     def imagine(
@@ -244,51 +247,51 @@ class TDMPCActing(WorldModelWorkflow):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> Imagined:
-        """What the policy, without planning, leads to from the last row of each sequence on."""
+        """An imagined rollout from the last row of each sequence, with the policy's actions (no planning)."""
         if batch is None:
             raise ValueError("imagine() needs a batch to start from")
         state = self.dream_start(batch, generator=generator)
         task = self._task(state)
         latents, actions, rewards, ends = [state["latent"]], [], [], []
         for _ in range(horizon):
-            spec = widened(self.policy.noise, len(state["latent"]))
+            spec = batched(self.policy.noise, len(state["latent"]))
             noise = self._draw({"action": spec}, generator)["action"]
-            chosen = self.policy.sample(state["latent"], noise, *task.embedding, mask=task.mask)
-            actions.append(stored_action(chosen, self.spec.action))
+            action = self.policy.sample(state["latent"], noise, *task.embedding, mask=task.mask)
+            actions.append(stored_action(action, self.spec.action))
             state, dreamed = self.dream_step(state, actions[-1])
             latents.append(state["latent"])
             rewards.append(dreamed.reward)
             ends.append(dreamed.terminated)
-        nothing = torch.zeros_like(rewards[0])
+        zeros = torch.zeros_like(rewards[0])
         return Imagined(
             {"latent": torch.stack(latents, 1)},
             torch.stack(actions, 1),
-            reward=torch.stack([nothing, *rewards], 1),
-            cont=1.0 - torch.stack([nothing, *ends], 1),
+            reward=torch.stack([zeros, *rewards], 1),
+            cont=1.0 - torch.stack([zeros, *ends], 1),
         )
 
     @torch.no_grad()
     def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
         obs = {key: value[:, -1] for key, value in batch.obs.items()}
-        about = {key: obs[key] for key in ("task", "action_mask") if self.multi_task}
+        task = {key: obs[key] for key in ("task", "action_mask") if self.multi_task}
         latent = self.encoder(obs, *self._task(obs).embedding)
-        return {"latent": latent, **self.initial_policy_state(len(latent)), **about}
+        return {"latent": latent, **self.initial_policy_state(len(latent)), **task}
 
     @torch.no_grad()
     def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
         n = len(state["latent"])
-        going_on = torch.zeros(n, dtype=torch.bool, device=self.device)
+        is_first = torch.zeros(n, dtype=torch.bool, device=self.device)
         noise = self._draw(self.act_noise(n), mode.generator)
         with self._fast_plan():
             action, memory = self.plan(
-                state["latent"], self._task(state), state["plan"], going_on, noise, self._scalars_of(mode)
+                state["latent"], self._task(state), state["plan"], is_first, noise, self._device_scalars(mode)
             )
         return action, {**state, "plan": memory}
 
     @torch.no_grad()
     def dream_step(
         self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
-    ) -> tuple[PolicyState, Dreamed]:
+    ) -> tuple[PolicyState, ImaginedStep]:
         task = self._task(state).embedding
         step = control(self.action_encoder(action), *task)
         reward = self.reward_head.predict(state["latent"], step)
@@ -296,20 +299,22 @@ class TDMPCActing(WorldModelWorkflow):
         ends = torch.zeros_like(reward)
         if self.termination_head is not None:
             ends = self.termination_head.predict(latent, *task)
-        return {**state, "latent": latent}, Dreamed(reward, ends)
+        return {**state, "latent": latent}, ImaginedStep(reward, ends)
 
 
-def widened(spec: NoiseSpec, *batch: int) -> NoiseSpec:
-    """Random numbers for a batch of what `spec` is for one."""
+def batched(spec: NoiseSpec, *batch: int) -> NoiseSpec:
+    """`spec` with batch dimensions in front of its shape."""
     return NoiseSpec((*batch, *spec.shape), spec.kind)
 
+
+# ---------------------------------------------------------------- training
 
 Metrics = dict[str, torch.Tensor]
 PRIORITY_LIMIT = 1e4  # nicklashansen/tdmpc src/algorithm/tdmpc.py
 
 
 class TDMPCWorkflow(TDMPCActing):
-    """Parts as TDMPCActing says; optimizers: one called `policy`, the others together train the model."""
+    """TD-MPC with the parts of `TDMPCActing`. Optimizer `policy` trains the policy, all others the model."""
 
     phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
 
@@ -325,9 +330,9 @@ class TDMPCWorkflow(TDMPCActing):
             name: list(module.parameters()) for name, module in modules.items() if module is not None
         }
         self.policy_parts = {"policy": list(self.policy.parameters())}
-        of_model = {name: o for name, o in context.optimizers.items() if name != "policy"}
-        context.check_trained(self.model_parts, of_model)
-        self.model_optimizers = list(of_model.values())
+        model_optimizers = {name: o for name, o in context.optimizers.items() if name != "policy"}
+        context.check_trained(self.model_parts, model_optimizers)
+        self.model_optimizers = list(model_optimizers.values())
         self.policy_optimizer = context.optimizer("policy")
         context.check_trained(self.policy_parts, {"policy": self.policy_optimizer}, "policy")
         self.slow_encoder = SlowCopy(self.encoder).to(self.device) if s.target_encoder else None
@@ -346,13 +351,13 @@ class TDMPCWorkflow(TDMPCActing):
         model = {
             **shift,
             "target_members": NoiseSpec((members,)),
-            "target_action": widened(self.policy.noise, steps, size),
+            "target_action": batched(self.policy.noise, steps, size),
         }
         if self.critic.dropout > 0:
             model["dropout"] = NoiseSpec((members, steps * size, self.critic.online.units))
         policy = {
             "members": NoiseSpec((members,)),
-            "action": widened(self.policy.noise, steps + 1, size),
+            "action": batched(self.policy.noise, steps + 1, size),
         }
         make = partial(Hook, batch=batch, scalars=self._scalars)
         return {
@@ -368,7 +373,7 @@ class TDMPCWorkflow(TDMPCActing):
         learning_rate = self.phase_value(phase, "algorithm.learning_rate")
         return {
             "entropy": self.phase_value(phase, "algorithm.entropy"),
-            # Every optimizer keeps its own rate; a phase that changes the base rate scales them all alike.
+            # Each optimizer keeps its own rate; a phase that changes the base rate scales all of them.
             "learning_rate_scale": learning_rate / self.settings.learning_rate,
         }
 
@@ -376,13 +381,13 @@ class TDMPCWorkflow(TDMPCActing):
         with self._fast():
             latents, metrics, write_back = self._train_model(batch, scalars, noise)
             metrics |= self._train_policy(batch, latents, scalars, noise)
-            self._follow()
+            self._update_targets()
         return UpdateResult(metrics, write_back)
 
     def _update_world_model(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
         with self._fast():
             _, metrics, write_back = self._train_model(batch, scalars, noise)
-            self._follow()
+            self._update_targets()
         return UpdateResult(metrics, write_back)
 
     def _update_controller(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
@@ -392,19 +397,19 @@ class TDMPCWorkflow(TDMPCActing):
                 latents = self._roll_out(self._encode(self.encoder, obs, task, noise, 0), batch, task)
             return UpdateResult(self._train_policy(batch, latents, scalars, noise))
 
-    # ---------------------------------------------------------------- the model
+    # ---------------------------------------------------------------- model
 
     def _train_model(
         self, batch: Batch, scalars: Tensors, noise: Tensors
     ) -> tuple[torch.Tensor, Metrics, dict[str, torch.Tensor] | None]:
-        """One step of encoder, dynamics, heads and critic.
+        """One gradient step of encoder, dynamics, heads and critic.
 
-        returns: the latents that were rolled out (H + 1, B, L), detached; metrics; new priorities of the batch.
+        returns: detached latents of the rollout (H + 1, B, L); metrics; new priorities of the batch
         """
         s = self.settings
         with self.autocast():
             losses, latents, error, metrics = self._model_losses(batch, noise)
-        # The weights of prioritised replay, the same in every row of a sequence.
+        # The weights of prioritized replay are the same in every row of a sequence.
         weight = batch["weight"][:, 0] if "weight" in batch else None
         loss = total_loss(losses, s.loss_scales, limit=s.loss_limit, weight=weight)
         step_metrics, _ = optimizer_step(
@@ -424,21 +429,24 @@ class TDMPCWorkflow(TDMPCActing):
     def _model_losses(
         self, batch: Batch, noise: Tensors
     ) -> tuple[Losses, torch.Tensor, torch.Tensor, Metrics]:
-        """Losses (B,) each, latents (H + 1, B, L) with gradient, |TD error| of each sequence (B,), metrics."""
+        """Model objective on a rollout from the first latent: Σ_t ρ^t (consistency + reward + value losses).
+
+        returns: losses (B,) each; latents (H + 1, B, L) with gradient; |TD error| per sequence (B,); metrics
+        """
         obs, task = self._rows(batch)
         reward, terminated = batch.reward.t()[1:], batch.terminated.t()[1:]
         with torch.no_grad():
-            following = self._encode(self.encoder, obs, task, noise, slice(1, None))
-            goal = following
+            next_latents = self._encode(self.encoder, obs, task, noise, slice(1, None))
+            target_latents = next_latents
             if self.slow_encoder is not None:
-                goal = self._encode(self.slow_encoder.network, obs, task, noise, slice(1, None))
-            value = self._target_value(following, task, noise)
+                target_latents = self._encode(self.slow_encoder.network, obs, task, noise, slice(1, None))
+            value = self._target_value(next_latents, task, noise)
             target = td_target(reward, terminated, value, task.discount)
         latents = self._roll_out(self._encode(self.encoder, obs, task, noise, 0), batch, task)
         controls = self._controls(batch, task)
         logits = self.critic(latents[:-1], controls, noise.get("dropout"))  # (E, H, B, bins)
         steps = {
-            "consistency": (latents[1:].float() - goal.float()).square().mean(-1),
+            "consistency": (latents[1:].float() - target_latents.float()).square().mean(-1),
             "reward": self.reward_head.loss(self.reward_head(latents[:-1], controls), reward),
             "value": self.critic.loss(logits, target).mean(0),
         }
@@ -452,40 +460,42 @@ class TDMPCWorkflow(TDMPCActing):
         return losses, latents, over_time(error, self.policy_weights[:-1]), metrics
 
     def _rows(self, batch: Batch) -> tuple[Observations, TaskRows]:
-        """Observations time first, (T, B, …), and what task each sequence is of."""
+        """Observations with time first, (T, B, …), and the task of each sequence."""
         obs = {key: value.transpose(0, 1) for key, value in batch.obs.items()}
         return obs, self._task({key: value[0] for key, value in obs.items()})
 
     def _encode(
         self, encoder: Any, obs: Observations, task: TaskRows, noise: Tensors, rows: int | slice
     ) -> torch.Tensor:
-        """Latents of one row, (B, L), or of the H that follow it, (H, B, L)."""
-        here = {key: value[rows] for key, value in obs.items()}
+        """Latents of one row, (B, L), or of the H next rows, (H, B, L)."""
+        selected = {key: value[rows] for key, value in obs.items()}
         steps = () if isinstance(rows, int) else (self.settings.horizon,)
-        return encoder(here, *task.spread(*steps), noise=noise["shift"][rows] if "shift" in noise else None)
+        return encoder(
+            selected, *task.spread(*steps), noise=noise["shift"][rows] if "shift" in noise else None
+        )
 
     def _roll_out(self, latent: torch.Tensor, batch: Batch, task: TaskRows) -> torch.Tensor:
-        """The latents that the recorded actions lead to, (H + 1, B, L), the first being the given one."""
+        """Latents (H + 1, B, L) of a rollout with the recorded actions, starting with `latent`."""
         latents = [latent]
         for step in self._controls(batch, task).unbind(0):
             latents.append(self.dynamics(latents[-1], step))
         return torch.stack(latents)
 
     def _controls(self, batch: Batch, task: TaskRows) -> torch.Tensor:
-        """Actions as networks see them, and the task beside them: (H, B, A + D)."""
+        """Encoded actions concatenated with the task embedding: (H, B, A + D)."""
         action = self.action_encoder(batch.action.transpose(0, 1)[:-1])
         return control(action, *task.spread(self.settings.horizon))
 
-    def _target_value(self, following: torch.Tensor, task: TaskRows, noise: Tensors) -> torch.Tensor:
-        """What the policy is worth from the following observations on, by two slow members: (H, B)."""
+    def _target_value(self, next_latents: torch.Tensor, task: TaskRows, noise: Tensors) -> torch.Tensor:
+        """Target Q of the policy's actions in the next latents, by two members of the slow critic: (H, B)."""
         tasks = task.spread(self.settings.horizon)
-        action = self.policy.sample(following, noise["target_action"], *tasks, mask=task.mask)
-        return self.critic.target(following, control(action, *tasks), choose_pair(noise["target_members"]))
+        action = self.policy.sample(next_latents, noise["target_action"], *tasks, mask=task.mask)
+        return self.critic.target(next_latents, control(action, *tasks), choose_pair(noise["target_members"]))
 
-    # ---------------------------------------------------------------- the policy
+    # ---------------------------------------------------------------- policy
 
     def _train_policy(self, batch: Batch, latents: torch.Tensor, scalars: Tensors, noise: Tensors) -> Metrics:
-        """One step of the policy on detached latents (H + 1, B, L); the critic's weights get no gradient."""
+        """One gradient step of the policy on detached latents (H + 1, B, L); the critic gets no gradient."""
         s = self.settings
         with self.autocast():
             with torch.no_grad():
@@ -521,33 +531,33 @@ class TDMPCWorkflow(TDMPCActing):
     def _expected_value(
         self, latents: torch.Tensor, tasks: tuple[torch.Tensor, ...], pair: Weights
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean over all of a few actions, and entropy, (H + 1, B) each.
+        """Expected Q over all discrete actions, and entropy, (H + 1, B) each.
 
-        Its gradient is exact. That of a sampled action would ask the critic about actions between two choices.
+        The gradient is exact. With a sampled action the critic would be evaluated between one-hot actions.
         """
         (probabilities,) = self.policy.probabilities(latents, *tasks)
         options = probabilities.shape[-1]
-        every = torch.eye(options, device=latents.device).view(options, 1, 1, options)
-        every = every.expand(-1, *latents.shape[:-1], -1)  # (A, H + 1, B, A)
+        one_hot = torch.eye(options, device=latents.device).view(options, 1, 1, options)
+        one_hot = one_hot.expand(-1, *latents.shape[:-1], -1)  # (A, H + 1, B, A)
         with torch.no_grad():
             states, *context = (part.expand(options, *part.shape) for part in (latents, *tasks))
-            values = self.critic.value(states, control(every, *context), pair)  # (A, H + 1, B)
+            values = self.critic.value(states, control(one_hot, *context), pair)  # (A, H + 1, B)
         entropy = -(probabilities * probabilities.log()).sum(-1)
         return (probabilities.movedim(-1, 0) * values).sum(0), entropy
 
-    def _follow(self) -> None:
-        """Slow copies move on; the tasks' vectors stay within their ball."""
+    def _update_targets(self) -> None:
+        """Update the target networks; project the task embeddings to norm ≤ 1."""
         self.critic.update_slow(self.settings.target_rate)
         if self.slow_encoder is not None:
             self.slow_encoder.update(self.encoder, self.settings.target_rate)
         if self.task_embedding is not None:
             self.task_embedding.project()
 
-    # ---------------------------------------------------------------- looking, remembering
+    # ---------------------------------------------------------------- report and checkpoint
 
     @torch.no_grad()
     def report(self, batch: Batch) -> dict[str, Any]:
-        """How far the model is off at the end of a sequence of which it has seen the first row only."""
+        """Open-loop error of latent and reward at the end of a sequence, predicted from its first row."""
         obs, task = self._rows(batch)
         latents = self._roll_out(self._encode(self.encoder, obs, task, {}, 0), batch, task)
         truth = self._encode(self.encoder, obs, task, {}, slice(1, None))

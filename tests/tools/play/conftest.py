@@ -11,7 +11,7 @@ import torch
 from counting_model import SPEC, CountingEnv, CountingModel
 
 import rl_lab
-from rl_lab.environments.world_model_env import Dreams
+from rl_lab.environments.world_model_env import ImaginedEpisodes
 from rl_lab.tools.play.keyboard import DiscreteKeys
 from rl_lab.tools.play.session import Options, PlaySession
 from rl_lab.tools.play.sources import BothSource, DreamSource, EpisodesSource, RealSource
@@ -20,7 +20,7 @@ KEYS = {"ArrowDown": 0, "ArrowRight": 1, "ArrowUp": 2}
 
 
 class Clock:
-    """Time that moves when told."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -36,13 +36,16 @@ def clock() -> Clock:
 
 @pytest.fixture
 def make_session(tmp_path: Path, clock: Clock) -> Callable[..., PlaySession]:
-    """make_session(mode=…, control=…, …) -> a session on the counting model; `rest=True` has a key for doing nothing."""
+    """make_session(mode=…, control=…, …) -> a session on the counting model.
+
+    `idle=True` has a key for doing nothing.
+    """
 
     def make(
         *,
         model: CountingModel | None = None,
         last: int = 12,
-        rest: bool = False,
+        idle: bool = False,
         real_time: bool = False,
         ends: Any = "sample",
         **options: Any,
@@ -50,16 +53,16 @@ def make_session(tmp_path: Path, clock: Clock) -> Callable[..., PlaySession]:
         model = model or CountingModel()
         device = torch.device("cpu")
         real = RealSource(model, CountingEnv(last), device=device, context=4, seed=7)
-        dreams = Dreams(model, SPEC, ends=ends)
+        dreams = ImaginedEpisodes(model, SPEC, ends=ends)
         import numpy as np
 
         return PlaySession(
             SPEC,
-            DiscreteKeys(KEYS, ("stay", "one", "two"), rest=np.asarray(0) if rest else None),
+            DiscreteKeys(KEYS, ("stay", "one", "two"), idle=np.asarray(0) if idle else None),
             tmp_path / "media" / "recordings",
             real=real,
             dream=DreamSource(dreams, lambda: real.warm_up(4)),
-            both=BothSource(real, Dreams(model, SPEC, ends=None), horizon=5),
+            both=BothSource(real, ImaginedEpisodes(model, SPEC, ends=None), horizon=5),
             episodes=lambda: EpisodesSource(tmp_path / "media", SPEC),
             options=Options(**options),
             **({} if real_time else {"clock": clock}),
@@ -70,7 +73,7 @@ def make_session(tmp_path: Path, clock: Clock) -> Callable[..., PlaySession]:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a picture model of 64×64, trained for a few steps: what it dreams is fog, and it is all there."""
+    """A run with an image model of 64×64, trained for a few steps."""
     folder = tmp_path_factory.mktemp("play") / "outputs" / "2026-11-15" / "12-00-00"
     words = [
         "components/encoder@components.encoder=dict",

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rl_lab.tools.play.sources import read_film
+from rl_lab.tools.play.sources import read_video
 
 PATIENCE = 120.0  # seconds until the server's first line; imports, weights and environment take 2 to 10
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -55,14 +55,14 @@ def address(trained: Path) -> Iterator[str]:
         "never",
     ]
     server = subprocess.Popen([*command, "--seed", "3"], stdout=subprocess.PIPE, text=True)
-    # Python's fault handler answers SIGABRT with where every thread stands.
+    # Python's fault handler prints the stack of every thread on SIGABRT.
     watch = threading.Timer(PATIENCE, server.send_signal, [signal.SIGABRT])
     watch.start()
     try:
         assert server.stdout is not None
         found = re.search(r"http://\S+", server.stdout.readline())
         watch.cancel()
-        assert found is not None, "the server gave no address: what it said is in the captured stderr"
+        assert found is not None, "the server printed no URL: see the captured stderr"
         yield found[0]
     finally:
         watch.cancel()
@@ -74,7 +74,7 @@ def number(page: Any, name: str) -> int:
     return int(page.evaluate("name => document.body.dataset[name] ?? 0", name))
 
 
-def test_fifty_dream_steps_a_mode_and_a_recording(browser: Any, address: str, tmp_path: Path):
+def test_browser_play_and_recording(browser: Any, address: str, tmp_path: Path):
     problems: list[str] = []
     page = browser.new_page(viewport={"width": 1360, "height": 850}, color_scheme="dark")
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -90,7 +90,7 @@ def test_fifty_dream_steps_a_mode_and_a_recording(browser: Any, address: str, tm
         page.wait_for_function("done => +document.body.dataset.step > done", arg=step, timeout=30_000)
     assert number(page, "step") >= 50  # a key held for long repeats, and on a busy machine a press is long
     keep(page, tmp_path, "play_dream.png")
-    # another mode: the real environment beside its dream
+    # another mode: real environment and dream side by side
     page.keyboard.press("v")
     page.wait_for_function("() => document.body.dataset.mode === 'both'")
     page.get_by_role("button", name="Agent").click()
@@ -108,10 +108,10 @@ def test_fifty_dream_steps_a_mode_and_a_recording(browser: Any, address: str, tm
     link.wait_for()
     with page.expect_download() as download:
         link.click()
-    film = tmp_path / "film.mp4"
-    download.value.save_as(film)
-    assert len(read_film(film)) >= 8
-    # a second page looks on
+    video = tmp_path / "video.mp4"
+    download.value.save_as(video)
+    assert len(read_video(video)) >= 8
+    # a second page only watches
     other = browser.new_page()
     other.goto(address)
     other.wait_for_function("() => document.querySelector('canvas.view')")
@@ -125,11 +125,11 @@ def test_fifty_dream_steps_a_mode_and_a_recording(browser: Any, address: str, tm
 
 
 def keep(page: Any, folder: Path, name: str) -> None:
-    """A screenshot, here or where it is kept; one with something on it."""
+    """Take a screenshot and check that it is not empty."""
     from PIL import Image
 
     file = Path(os.environ.get("RL_LAB_PICTURES", folder)) / name
     page.wait_for_timeout(300)
     page.screenshot(path=file)
-    with Image.open(file) as picture:
-        assert len(picture.convert("RGB").getcolors(maxcolors=1 << 24) or []) > 200
+    with Image.open(file) as image:
+        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24) or []) > 200

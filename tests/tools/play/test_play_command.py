@@ -14,7 +14,7 @@ from rl_lab.errors import ConfigError
 from rl_lab.tools import play
 from rl_lab.tools.play.launch import headless, options_from
 from rl_lab.tools.play.shell import long_flags
-from rl_lab.tools.play.sources import read_film
+from rl_lab.tools.play.sources import read_video
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,18 +46,18 @@ def test_flags(words: tuple[str, ...], mode: str, control: str):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("-w", "-a"), "cannot be had at once"),
-        (("--split", "train"), "add -e"),
+        (("-w", "-a"), "cannot be combined"),
+        (("--split", "train"), "--split needs -e"),
         (("-f", "0"), "--fps must be at least 1"),
         (("--horizon", "0"), "--horizon"),
     ],
 )
-def test_contradictions_are_said(words: tuple[str, ...], message: str):
+def test_conflicting_flags(words: tuple[str, ...], message: str):
     with pytest.raises(ConfigError, match=message):
         options_from(parsed(*words))
 
 
-def test_play_sh_flags_are_those_of_iris():
+def test_play_sh_flags():
     assert long_flags(["-h"]) == ["--header"]
     assert long_flags(["RUN", "-wrh", "-f", "5", "--web"]) == [
         "RUN",
@@ -81,42 +81,42 @@ def test_headless(monkeypatch):
     assert headless()
 
 
-def films(run: Path) -> dict[str, Path]:
-    """The newest film of each kind."""
+def videos(run: Path) -> dict[str, Path]:
+    """Return the newest video of each mode."""
     found = sorted((run / "media" / "recordings").glob("*.mp4"), key=lambda file: file.stat().st_mtime)
     return {file.name.split("_")[2]: file for file in found}
 
 
-def test_without_a_display_it_writes_the_video(trained: Path, capsys, monkeypatch):
+def test_video_without_display(trained: Path, capsys, monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     for words in ([], ["-w", "--horizon", "6"], ["-a", "-r", "--header", "--flush", "3"], ["--both", "-r"]):
         assert main(["play", str(trained), *words, "--steps", "8", "--seed", "1"]) == 0
     out = capsys.readouterr().out
     assert out.count("no display: writing a video instead") == 4
-    assert out.count("the agent plays in your place") == 1
-    made = films(trained)
+    assert out.count("so the agent plays") == 1
+    made = videos(trained)
     assert set(made) == {"real", "dream", "both"}
-    assert len(read_film(made["real"])) == 9 and read_film(made["both"]).shape[2] > 900  # three panels
+    assert len(read_video(made["real"])) == 9 and read_video(made["both"]).shape[2] > 900  # three panels
     with np.load(made["real"].with_suffix(".npz")) as episode:
         assert episode["observations"].shape == (9, 3, 64, 64) and episode["actions"].shape == (8,)
-    # What was recorded can be replayed, dreamt from, and so can what replay holds.
+    # Recordings can be replayed, and dreams can start from recordings and from replay.
     assert main(["play", str(trained), "-e", "--split", "recordings", "--steps", "3"]) == 0
     for start in ("episodes", "replay"):
         words = ["-a", "--start", start, "--context", "2", "--steps", "2", "--best-action", "--ends", "never"]
         assert main(["play", str(trained), *words]) == 0
 
 
-def test_what_is_missing_is_said(trained: Path, capsys, monkeypatch, tmp_path: Path):
+def test_missing_inputs(trained: Path, capsys, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     assert main(["play", str(trained), "-e", "--split", "train"]) == 1
-    assert "no recorded episode in" in capsys.readouterr().err
+    assert "has no recorded episode" in capsys.readouterr().err
     assert main(["play", str(trained), "-a", "--ends", "often"]) == 1
     assert "use sample, never" in capsys.readouterr().err
     assert main(["play", str(tmp_path / "nowhere")]) == 1
-    assert "no run at" in capsys.readouterr().err
+    assert "is not a run" in capsys.readouterr().err
 
 
-def test_the_script_takes_the_newest_run_and_the_runs_own_takes_it(trained: Path):
+def test_play_scripts(trained: Path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     result = subprocess.run(
         [str(ROOT / "scripts" / "play.sh"), "-ah", "--steps", "2"],

@@ -26,7 +26,7 @@ def tap(key: int) -> None:
     post(pygame.KEYUP, key)
 
 
-def test_window_draws_and_passes_on_keys(make_session: Callable[..., PlaySession], monkeypatch):
+def test_window_draws_and_passes_keys(make_session: Callable[..., PlaySession], monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     from rl_lab.tools.play.desktop import Window
 
@@ -36,22 +36,22 @@ def test_window_draws_and_passes_on_keys(make_session: Callable[..., PlaySession
         pygame.event.clear()
         for _ in range(50):
             tap(pygame.K_RIGHT)
-        window.listen()
+        window.read_events()
         assert session.step == 50
         tap(pygame.K_v)
         tap(pygame.K_COMMA)
         tap(pygame.K_m)
-        window.listen()
+        window.read_events()
         assert session.mode == "both" and session.control == "agent" and session.status()["recording"]
         session.advance()
         window.draw()
-        picture = pygame.surfarray.array3d(window.screen)
-        assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 20  # text, panels, ground
+        image = pygame.surfarray.array3d(window.screen)
+        assert len(np.unique(image.reshape(-1, 3), axis=0)) > 20  # text, panels, ground
         tap(pygame.K_F1)
         tap(pygame.K_COMMA)
-        window.listen()
+        window.read_events()
         window.draw()
-        assert window.help and len(session.keeping.files) == 2
+        assert window.help and len(session.recordings.files) == 2
         tap(pygame.K_ESCAPE)
         window.run()
         assert not window.open
@@ -102,10 +102,10 @@ def test_window_under_a_virtual_display(trained: Path, tmp_path: Path):
     try:
         with os.fdopen(reader) as number:
             name = f":{number.readline().strip()}"
-        picture = tmp_path / "window.png"
+        image = tmp_path / "window.png"
         environment = {**os.environ, "DISPLAY": name, "SDL_VIDEODRIVER": "x11"}
         result = subprocess.run(
-            [sys.executable, "-c", SCRIPT, os.environ.get("RL_LAB_PLAY_RUN", str(trained)), str(picture)],
+            [sys.executable, "-c", SCRIPT, os.environ.get("RL_LAB_PLAY_RUN", str(trained)), str(image)],
             env=environment,
             capture_output=True,
             text=True,
@@ -113,10 +113,10 @@ def test_window_under_a_virtual_display(trained: Path, tmp_path: Path):
         )
         assert result.returncode == 0, result.stdout + result.stderr
         assert "driver x11 steps 10" in result.stdout
-        shown = pygame.surfarray.array3d(pygame.image.load(str(picture)))
+        shown = pygame.surfarray.array3d(pygame.image.load(str(image)))
         assert shown.shape[0] >= 480 and len(np.unique(shown.reshape(-1, 3), axis=0)) > 50
         if folder := os.environ.get("RL_LAB_PICTURES"):
-            shutil.copy(picture, Path(folder) / "play_window.png")
+            shutil.copy(image, Path(folder) / "play_window.png")
     finally:
         display.terminate()
         display.wait()

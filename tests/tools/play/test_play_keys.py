@@ -10,13 +10,13 @@ from rl_lab.tools.play.keyboard import (
     MINIGRID_ACTIONS,
     REPEAT_AFTER,
     REPLAY_CONTROLS,
+    JoystickKeys,
     Keyboard,
-    StickKeys,
     control_legend,
     generic_keys,
+    joystick_name,
     keymap_for,
     normalise,
-    stick_name,
 )
 
 
@@ -34,7 +34,7 @@ def continuous(*bounds: tuple[float, float]) -> ActionSpec:
 
 
 BREAKOUT = ("NOOP", "FIRE", "RIGHT", "LEFT")
-FULL = tuple(stick_name(x, y, f) for f in (False, True) for y in (0, 1, -1) for x in (0, 1, -1))
+FULL = tuple(joystick_name(x, y, f) for f in (False, True) for y in (0, 1, -1) for x in (0, 1, -1))
 
 
 @pytest.mark.parametrize(
@@ -57,27 +57,27 @@ FULL = tuple(stick_name(x, y, f) for f in (False, True) for y in (0, 1, -1) for 
     ],
 )
 def test_atari_single_keys_and_chords(held: str, name: str):
-    keys = StickKeys(FULL)
+    keys = JoystickKeys(FULL)
     assert FULL[int(keys.action(list(held)))] == name
 
 
-def test_atari_arrows_fire_and_unknown_positions_fall_back():
-    assert FULL[int(StickKeys(FULL).action(["ArrowLeft"]))] == "LEFTFIRE"
-    small = StickKeys(BREAKOUT)
+def test_atari_arrows_and_fallbacks():
+    assert FULL[int(JoystickKeys(FULL).action(["ArrowLeft"]))] == "LEFTFIRE"
+    small = JoystickKeys(BREAKOUT)
     names = {held: BREAKOUT[int(small.action(list(held)))] for held in ("w", "wd", "d ", "a", " ", "s")}
     assert names == {"w": "NOOP", "wd": "RIGHT", "d ": "RIGHT", "a": "LEFT", " ": "FIRE", "s": "NOOP"}
     assert small.name(np.asarray(2)) == "right"
 
 
-def test_atari_reads_the_games_own_actions():
+def test_atari_action_names():
     pytest.importorskip("ale_py")
     keys = keymap_for(spec("atari100k/breakout", discrete(4)))
-    assert isinstance(keys, StickKeys) and tuple(keys.names) == BREAKOUT
+    assert isinstance(keys, JoystickKeys) and tuple(keys.names) == BREAKOUT
     assert len(keymap_for(spec("atari/pong", discrete(18))).names) == 18
-    assert not isinstance(keymap_for(spec("atari/pong", discrete(5))), StickKeys)  # no such set: digits
+    assert not isinstance(keymap_for(spec("atari/pong", discrete(5))), JoystickKeys)  # no such set: digits
 
 
-def test_crafter_keys_name_the_suites_own_actions():
+def test_crafter_keys():
     crafter = pytest.importorskip("crafter")
     assert list(crafter.constants.actions) == CRAFTER_ACTIONS
     keys = keymap_for(spec("crafter/reward", discrete(17)))
@@ -89,14 +89,14 @@ def test_crafter_keys_name_the_suites_own_actions():
         "w": "move up",
     }.items():
         assert keys.name(keys.action([key])) == name
-    assert keys.name(keys.rest) == "noop"
+    assert keys.name(keys.idle) == "noop"
 
 
-def test_minigrid_keys_name_the_suites_own_actions():
+def test_minigrid_keys():
     actions = pytest.importorskip("minigrid.core.actions")
     assert [action.name for action in actions.Actions] == list(MINIGRID_ACTIONS)
     keys = keymap_for(spec("minigrid/DoorKey-5x5", discrete(7)))
-    assert keys.rest is None  # turning, moving and picking up all change something: it waits
+    assert keys.idle is None  # turning, moving and picking up all change something: it waits
     assert [keys.name(keys.action([key])) for key in ("ArrowLeft", "w", " ", "p")] == [
         "left",
         "forward",
@@ -107,16 +107,16 @@ def test_minigrid_keys_name_the_suites_own_actions():
 
 def test_car_keys():
     keys = keymap_for(spec("carracing/continuous", continuous((-1, 1), (0, 1), (0, 1))))
-    assert keys.rest.tolist() == [0.0, -1.0, -1.0]  # straight, no gas, no brake, in the lab's [-1, 1]
+    assert keys.idle.tolist() == [0.0, -1.0, -1.0]  # straight, no gas, no brake, in the lab's [-1, 1]
     assert keys.action(["ArrowLeft", "ArrowUp"]).tolist() == [-1.0, 1.0, -1.0]
     assert keys.action([" "]).tolist() == [0.0, -1.0, 1.0]
     wheel = keymap_for(spec("carracing/discrete", discrete(5)))
-    assert wheel.name(wheel.action(["ArrowDown"])) == "brake" and wheel.name(wheel.rest) == "nothing"
+    assert wheel.name(wheel.action(["ArrowDown"])) == "brake" and wheel.name(wheel.idle) == "nothing"
 
 
 def test_classic_and_generic_keys():
     cart = keymap_for(spec("CartPole-v1", discrete(2)))
-    assert cart.rest is None and cart.name(cart.action(["ArrowRight"])) == "right"
+    assert cart.idle is None and cart.name(cart.action(["ArrowRight"])) == "right"
     digits = generic_keys(discrete(12))
     assert [int(digits.action([key])) for key in ("0", "9", "q", "w")] == [0, 9, 10, 11]
     assert int(generic_keys(discrete(3)).action(["ArrowRight"])) == 2
@@ -145,11 +145,11 @@ def test_classic_and_generic_keys():
     ],
     ids=lambda pair: f"{pair[0]} {pair[1].kind}",
 )
-def test_no_action_key_is_a_control(name_action: tuple[str, ActionSpec]):
+def test_action_keys_are_no_controls(name_action: tuple[str, ActionSpec]):
     keys = keymap_for(spec(*name_action))
-    assert not keys.known() & set(CONTROLS)
+    assert not keys.known_keys() & set(CONTROLS)
     assert keys.legend and all(
-        isinstance(keys.name(np.asarray(keys.action([key]))), str) for key in keys.known()
+        isinstance(keys.name(np.asarray(keys.action([key]))), str) for key in keys.known_keys()
     )
 
 
@@ -160,17 +160,17 @@ def test_control_legend_has_every_key_once():
     assert [normalise(key) for key in ("W", "+", ">", "ArrowUp", "Tab")] == ["w", "=", ".", "ArrowUp", "Tab"]
 
 
-def test_taps_are_not_lost_and_held_keys_repeat():
+def test_taps_and_held_keys():
     board = Keyboard()
     board.press("a", 0.0)
-    board.lift("a")  # before any step
-    assert board.down() == ["a"] and board.struck(0.0) == ["a"]
-    board.stepped()
-    assert board.down() == [] and board.seconds_to_strike(0.0) is None
+    board.release("a")  # before any step
+    assert board.held() == ["a"] and board.due(0.0) == ["a"]
+    board.clear_taps()
+    assert board.held() == [] and board.seconds_until_due(0.0) is None
     board.press("b", 1.0)
-    board.stepped()
-    assert board.down() == ["b"] and board.struck(1.1) == []
-    assert board.seconds_to_strike(1.1) == pytest.approx(REPEAT_AFTER - 0.1)
-    assert board.struck(1.0 + REPEAT_AFTER) == ["b"]
+    board.clear_taps()
+    assert board.held() == ["b"] and board.due(1.1) == []
+    assert board.seconds_until_due(1.1) == pytest.approx(REPEAT_AFTER - 0.1)
+    assert board.due(1.0 + REPEAT_AFTER) == ["b"]
     board.clear()
-    assert board.down() == []
+    assert board.held() == []

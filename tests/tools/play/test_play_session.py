@@ -13,7 +13,7 @@ from rl_lab.records import BatchSpec
 from rl_lab.tools.play.commands import COMMANDS, Command, parse_command
 from rl_lab.tools.play.launch import write_video
 from rl_lab.tools.play.session import NEVER, PlaySession
-from rl_lab.tools.play.sources import read_film
+from rl_lab.tools.play.sources import read_video
 
 Make = Callable[..., PlaySession]
 
@@ -24,17 +24,17 @@ def press(session: PlaySession, key: str) -> None:
 
 
 def count(session: PlaySession) -> int:
-    return int(session.moment.obs["image"].flat[0]) // SHADE
+    return int(session.current.obs["image"].flat[0]) // SHADE
 
 
 def fields(session: PlaySession) -> dict[str, str]:
     return dict(session.header())
 
 
-# ---------------------------------------------------------------- who plays where
+# --- Modes and control ---
 
 
-def test_the_agent_in_the_real_environment(make_session: Make, clock):
+def test_agent_in_real_environment(make_session: Make, clock):
     session = make_session(last=3, header=True)
     assert (session.mode, session.control, session.step, count(session)) == ("real", "agent", 0, 0)
     assert session.wait_seconds() == pytest.approx(1 / 15)
@@ -52,13 +52,13 @@ def test_the_agent_in_the_real_environment(make_session: Make, clock):
     assert (shown["value"], shown["entropy"]) == ("0.500", "1.250")
     session.advance()
     session.advance()
-    assert session.moment.terminated and fields(session)["done"] == "terminated"
+    assert session.current.terminated and fields(session)["done"] == "terminated"
     assert session.wait_seconds() == pytest.approx(session.options.end_hold)
     session.advance()  # the next episode
     assert (session.step, session.episode_return, count(session)) == (0, 0.0, 0)
 
 
-def test_you_in_the_dream_step_by_key(make_session: Make, clock):
+def test_user_steps_dream_by_key(make_session: Make, clock):
     session = make_session(mode="dream", control="human")
     start = count(session)
     assert start == 3  # four rows of the agent's warm-up
@@ -75,11 +75,11 @@ def test_you_in_the_dream_step_by_key(make_session: Make, clock):
     assert session.wait_seconds() == 0.0 and session.advance() and session.step == 8
 
 
-def test_you_play_by_the_clock_where_there_is_a_rest(make_session: Make, clock):
-    session = make_session(mode="real", control="human", rest=True)
+def test_timed_steps_with_idle_action(make_session: Make, clock):
+    session = make_session(mode="real", control="human", idle=True)
     assert not session.waits_for_keys
     session.advance()
-    assert (session.step, count(session)) == (1, 0)  # nothing pressed: rest
+    assert (session.step, count(session)) == (1, 0)  # nothing pressed: the idle action
     press(session, "ArrowUp")  # a tap between two steps
     assert session.step == 1
     session.advance()
@@ -90,11 +90,11 @@ def test_you_play_by_the_clock_where_there_is_a_rest(make_session: Make, clock):
     assert session.waits_for_keys
 
 
-def test_switching_live(make_session: Make):
+def test_switching_modes(make_session: Make):
     session = make_session(mode="real", last=60)
     for _ in range(4):
         session.advance()
-    session.do(Command("mode", "dream"))  # goes on from where the real one stands
+    session.do(Command("mode", "dream"))  # continues from the real environment
     assert session.mode == "dream" and count(session) == 4 and session.step == 0
     session.advance()
     session.do(Command("mode", "real"))  # which has waited
@@ -108,23 +108,23 @@ def test_switching_live(make_session: Make):
     assert session.control == "agent"
 
 
-def test_side_by_side_takes_the_same_actions(make_session: Make):
+def test_side_by_side_uses_same_actions(make_session: Make):
     session = make_session(mode="both", control="human", parts=True, last=90, horizon=5)
     for _ in range(3):
         press(session, "ArrowUp")
     assert [panel.title for panel in session.panels()] == ["real", "dream", "difference"]
     real, dream, gap = (panel.image for panel in session.panels())
     assert np.array_equal(real, dream) and not gap.any()
-    extra = session.moment.extra
+    extra = session.current.extra
     assert extra["error"] == 0.0 and extra["dream reward"] == 2.0 and extra["open loop"] == 3.0
     for _ in range(3):
         press(session, "ArrowUp")
-    assert session.moment.extra["open loop"] == 1.0  # the horizon of five was over, and it looked again
+    assert session.current.extra["open loop"] == 1.0  # the prediction restarted after the horizon of five
     session.do(Command("horizon", 2))
     assert session.both.horizon == 2
 
 
-def test_the_agents_memory_hears_what_you_did(make_session: Make):
+def test_policy_state_includes_user_actions(make_session: Make):
     model = CountingModel()
     session = make_session(mode="real", control="human", model=model, last=60)
     press(session, "ArrowUp")
@@ -151,7 +151,7 @@ def test_pause_single_step_speed_horizon_reset(make_session: Make):
     press(session, "n")
     assert session.step == 2 and session.paused
     press(session, "]")
-    assert session.horizon == 400 and session.dream.dreams.horizon == 400
+    assert session.horizon == 400 and session.dream.imagined.horizon == 400
     session.do(Command("horizon", 3))
     press(session, "=")
     assert session.fps == pytest.approx(22.5)
@@ -159,12 +159,12 @@ def test_pause_single_step_speed_horizon_reset(make_session: Make):
     assert session.fps == 60
     press(session, ".")
     session.advance()
-    assert session.moment.truncated and fields(session)["done"] == "truncated"
+    assert session.current.truncated and fields(session)["done"] == "truncated"
     press(session, "Enter")
-    assert session.step == 0 and not session.moment.done
+    assert session.step == 0 and not session.current.done
 
 
-def test_a_single_step_while_paused_takes_the_held_key(make_session: Make):
+def test_paused_step_uses_held_key(make_session: Make):
     session = make_session(mode="dream", control="human")
     press(session, ".")
     session.do(Command("key_down", "ArrowUp"))
@@ -176,7 +176,7 @@ def test_a_single_step_while_paused_takes_the_held_key(make_session: Make):
     assert session.step == 1 and "hold a key" in session.message
 
 
-def test_what_cannot_be_done_is_said(make_session: Make):
+def test_unavailable_modes(make_session: Make):
     session = make_session()
     session.do(Command("mode", "episodes"))
     assert session.mode == "real" and "no recorded episode" in session.message
@@ -187,10 +187,10 @@ def test_what_cannot_be_done_is_said(make_session: Make):
         make_session(mode="episodes")
 
 
-# ---------------------------------------------------------------- recording and replaying
+# --- Recording and replay ---
 
 
-def test_recording_gives_a_film_and_episodes_to_train_on(make_session: Make, tmp_path: Path):
+def test_recording_writes_video_and_episodes(make_session: Make, tmp_path: Path):
     session = make_session(last=4)
     session.advance()
     press(session, ",")
@@ -198,38 +198,38 @@ def test_recording_gives_a_film_and_episodes_to_train_on(make_session: Make, tmp
         session.advance()
     assert session.status()["recording"]
     press(session, ",")
-    film, *data = session.keeping.files
-    assert film.suffix in (".mp4", ".gif") and [file.suffix for file in data] == [".npz", ".npz"]
-    assert film.parent == tmp_path / "media" / "recordings"
-    assert len(read_film(film)) == 8
+    video, *data = session.recordings.files
+    assert video.suffix in (".mp4", ".gif") and [file.suffix for file in data] == [".npz", ".npz"]
+    assert video.parent == tmp_path / "media" / "recordings"
+    assert len(read_video(video)) == 8
     with np.load(data[0], allow_pickle=False) as first:
         assert first["observations"].shape == (4, 3, 8, 8) and first["actions"].tolist() == [1, 1, 1]
         assert first["terminated"].tolist() == [False, False, True]
-    buffer = OfflineBuffer(SPEC.row_columns(), path=film.parent, spec=SPEC)
+    buffer = OfflineBuffer(SPEC.row_columns(), path=video.parent, spec=SPEC)
     import torch
 
     batch = buffer.sample(BatchSpec(8, 3, boundary="within"), generator=torch.Generator().manual_seed(0))
     assert (batch.obs["image"][:, :, 0, 0, 0].long().diff(dim=1) == SHADE).all()
 
 
-def test_save_mode_asks_at_each_end(make_session: Make):
+def test_save_mode(make_session: Make):
     session = make_session(last=3, save=True)
     for _ in range(3):
         session.advance()
     assert session.asking and session.wait_seconds() == NEVER and not session.advance()
     press(session, "n")
-    assert not session.asking and not session.keeping.files
+    assert not session.asking and not session.recordings.files
     session.advance()
     for _ in range(3):
         session.advance()
     assert session.asking
     press(session, "y")
-    film, data = session.keeping.files
+    video, data = session.recordings.files
     with np.load(data) as episode:
         assert len(episode["rewards"]) == 3 and episode["terminated"][-1]
     session.close()
-    assert sorted(file.name for file in film.parent.iterdir()) == sorted(
-        [film.name, data.name]
+    assert sorted(file.name for file in video.parent.iterdir()) == sorted(
+        [video.name, data.name]
     )  # and nothing else
     assert session.real.environment.closed
 
@@ -237,11 +237,11 @@ def test_save_mode_asks_at_each_end(make_session: Make):
 def test_replaying_episodes(make_session: Make, tmp_path: Path, clock):
     session = make_session(last=6)
     write_video(session, steps=100)
-    film, data = session.keeping.files
+    video, data = session.recordings.files
     (tmp_path / "media" / "episodes" / "test").mkdir(parents=True)
     (tmp_path / "media" / "episodes" / "train").mkdir(parents=True)
     data.rename(tmp_path / "media" / "episodes" / "test" / "a.npz")
-    film.rename(tmp_path / "media" / "episodes" / "train" / f"b{film.suffix}")
+    video.rename(tmp_path / "media" / "episodes" / "train" / f"b{video.suffix}")
     session.do(Command("mode", "episodes"))
     assert session.status()["episodes"] == {
         "split": "test",
@@ -251,19 +251,19 @@ def test_replaying_episodes(make_session: Make, tmp_path: Path, clock):
         "position": 0,
         "length": 7,
     }
-    assert session.wait_seconds() > 0  # it runs by itself, whoever has the controls
+    assert session.wait_seconds() > 0  # replay is timed, regardless of the control
     for _ in range(2):
         session.advance()
     assert (session.step, session.episode_return, count(session)) == (2, 2.0, 2)
     press(session, "PageUp")
-    assert session.step == 6 and session.moment.done
+    assert session.step == 6 and session.current.done
     press(session, "ArrowLeft")
     assert session.step == 5 and fields(session)["action"] == "one"
     press(session, " ")
     assert session.step == 0
     press(session, "t")
-    assert session.status()["episodes"]["split"] == "train" and session.panels()[0].title == "film"
-    assert fields(session)["return"] == "–"  # a film tells no rewards
+    assert session.status()["episodes"]["split"] == "train" and session.panels()[0].title == "video"
+    assert fields(session)["return"] == "–"  # a video has no rewards
     press(session, "i")
     assert "no recorded episode" in session.message and session.episodes.split == "train"
     press(session, "Enter")
@@ -271,17 +271,17 @@ def test_replaying_episodes(make_session: Make, tmp_path: Path, clock):
     assert session.mode == "real"
 
 
-def test_damaged_recordings_are_named(tmp_path: Path):
+def test_damaged_video_raises(tmp_path: Path):
     for name in ("a.mp4", "b.gif"):
-        (tmp_path / name).write_bytes(b"not a film")
+        (tmp_path / name).write_bytes(b"not a video")
         with pytest.raises(LabError, match=name):
-            read_film(tmp_path / name)
+            read_video(tmp_path / name)
 
 
-# ---------------------------------------------------------------- requests
+# --- Commands ---
 
 
-def test_every_command_has_a_handler_and_a_check():
+def test_commands_have_handlers_and_checks():
     for name in COMMANDS:
         assert hasattr(PlaySession, f"_do_{name}")
     assert parse_command({"do": "speed", "value": 1e9}) == Command("speed", 60.0)
@@ -306,19 +306,19 @@ def test_every_command_has_a_handler_and_a_check():
 
 
 def test_acknowledgement_follows_the_step(make_session: Make):
-    session = make_session(mode="real", control="human", rest=True)
+    session = make_session(mode="real", control="human", idle=True)
     session.do(Command("key_down", "ArrowUp", id=5))
-    assert session.acknowledged == 0  # the step that answers for it has not been made
+    assert session.acknowledged == 0  # the step with its effect has not been made
     session.advance()
     assert session.acknowledged == 5
     session.do(Command("pause", None, id=6))
     assert session.acknowledged == 6
 
 
-def test_an_environment_that_draws_nothing(make_session: Make, monkeypatch):
+def test_environment_without_rendering(make_session: Make, monkeypatch):
     def no_render(self: CountingEnv) -> np.ndarray:
         raise LabError("renders no frames")
 
-    monkeypatch.setattr(CountingEnv, "render", no_render)
+    monkeypatch.setattr(CountingEnv, "frame", no_render)
     session = make_session()
-    assert session.panels()[0].image.shape == (8, 8, 3)  # the observation stands in
+    assert session.panels()[0].image.shape == (8, 8, 3)  # the observation is shown instead

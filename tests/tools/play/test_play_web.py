@@ -20,7 +20,7 @@ from PIL import Image
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync import client as sync_client
 
-from rl_lab.tools.play.clients import decode_frame, encode_frame, encode_picture
+from rl_lab.tools.play.clients import decode_frame, encode_frame, encode_image
 from rl_lab.tools.play.commands import COMMANDS
 from rl_lab.tools.play.session import PlaySession
 from rl_lab.tools.play.web import bind, make_app, make_server
@@ -60,7 +60,7 @@ class Page:
         self.socket = socket
         self.status: dict[str, Any] = {}
         self.head: dict[str, Any] = {}
-        self.pictures: list[bytes] = []
+        self.images: list[bytes] = []
         self._id = 0
 
     def send(self, do: str, value: Any = None) -> int:
@@ -76,7 +76,7 @@ class Page:
             if isinstance(message, str):
                 self.status = json.loads(message)
             else:
-                self.head, self.pictures = decode_frame(message)
+                self.head, self.images = decode_frame(message)
         return self
 
     def close(self) -> None:
@@ -110,18 +110,18 @@ def serve(make_session: Callable[..., PlaySession], tmp_path: Path) -> Iterator[
         assert not thread.is_alive()
 
 
-def test_the_page_needs_nothing_from_elsewhere(serve: Serve):
+def test_page_is_self_contained(serve: Serve):
     status, html, headers = serve().get("/")
     text = html.decode()
     assert status == 200 and "<canvas" not in text and "createImageBitmap" in text
     addresses = [word for word in ("http://", "https://", "src=", "@import", "url(") if word in text]
     assert (
         addresses == ["http://"] and text.count("http://") == 1
-    )  # the icon's namespace, which nobody fetches
+    )  # the icon's XML namespace, which is not fetched
     assert "default-src 'none'" in headers["Content-Security-Policy"]
 
 
-def test_fifty_dream_steps_by_key_then_a_recording_to_download(serve: Serve):
+def test_play_dream_and_download_recording(serve: Serve):
     site = serve(mode="dream", control="human", ends=None)
     page = site.page().until(lambda p: p.status["steers"])
     assert page.status["mode"] == "dream" and page.status["about"]["experiment"] == "counting"
@@ -130,10 +130,10 @@ def test_fifty_dream_steps_by_key_then_a_recording_to_download(serve: Serve):
         number = page.send("key_up", "ArrowRight")
     page.until(lambda p: p.head["ack"] >= number and p.head["step"] == 50)
     assert dict(page.head["header"])["return"] == "50.000"
-    picture = np.asarray(Image.open(io.BytesIO(page.pictures[0])))
-    assert picture.shape == (8, 8, 3)
+    image = np.asarray(Image.open(io.BytesIO(page.images[0])))
+    assert image.shape == (8, 8, 3)
     page.send("mode", "both")
-    page.until(lambda p: p.status["mode"] == "both" and len(p.pictures) == 2)
+    page.until(lambda p: p.status["mode"] == "both" and len(p.images) == 2)
     page.send("record", True)
     page.send("control", "agent")
     page.until(lambda p: p.head["step"] >= 3)
@@ -141,13 +141,13 @@ def test_fifty_dream_steps_by_key_then_a_recording_to_download(serve: Serve):
     page.until(lambda p: len(p.status["files"]) == 2)
     listed = json.loads(site.get("/recordings")[1])
     assert {file["name"] for file in listed} == set(page.status["files"])
-    film = next(name for name in page.status["files"] if not name.endswith(".npz"))
-    status, data, headers = site.get(f"/recordings/{film}")
+    video = next(name for name in page.status["files"] if not name.endswith(".npz"))
+    status, data, headers = site.get(f"/recordings/{video}")
     assert status == 200 and len(data) > 500 and "attachment" in headers["Content-Disposition"]
     page.close()
 
 
-def test_no_name_leads_out_of_the_recordings(serve: Serve, tmp_path: Path):
+def test_downloads_stay_in_folder(serve: Serve, tmp_path: Path):
     site = serve()
     (tmp_path / "media" / "recordings").mkdir(parents=True, exist_ok=True)
     (tmp_path / "media" / "secret.npz").write_bytes(b"secret")
@@ -157,7 +157,7 @@ def test_no_name_leads_out_of_the_recordings(serve: Serve, tmp_path: Path):
         assert status in (404, 405) and b"secret" not in data, name
 
 
-def test_the_second_viewer_sees_but_does_not_steer(serve: Serve):
+def test_second_page_only_watches(serve: Serve):
     site = serve(mode="dream", control="human", ends=None)
     first = site.page().until(lambda p: p.status["steers"])
     second = site.page().until(lambda p: p.status["viewers"] == 2)
@@ -178,7 +178,7 @@ def test_the_second_viewer_sees_but_does_not_steer(serve: Serve):
     second.close()
 
 
-def test_closing_the_page_frees_the_session(serve: Serve):
+def test_closing_page_frees_controls(serve: Serve):
     site = serve(control="agent", fps=60, last=10**6)
     first = site.page().until(lambda p: p.head["step"] > 2)
     first.send("record", True)
@@ -187,7 +187,7 @@ def test_closing_the_page_frees_the_session(serve: Serve):
     time.sleep(0.5)
     stood = site.session.step
     time.sleep(0.4)
-    assert site.session.step == stood  # nobody looks: it rests
+    assert site.session.step == stood  # without pages the session pauses
     second = site.page().until(lambda p: p.status["steers"])  # and the controls are free
     assert not second.status["recording"] and len(second.status["files"]) == 2  # what was recorded is kept
     second.until(lambda p: p.head["step"] > stood)
@@ -222,7 +222,7 @@ MESSAGES = st.one_of(
 )
 
 
-def test_fuzzed_messages_leave_it_running(serve: Serve):
+def test_fuzzed_messages(serve: Serve):
     site = serve(mode="dream", fps=60, save=True)
 
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -256,7 +256,7 @@ def test_fuzzed_messages_leave_it_running(serve: Serve):
     page.close()
 
 
-def test_without_the_token_nothing_is_served_beyond_loopback(serve: Serve):
+def test_other_addresses_require_token(serve: Serve):
     site = serve(host="0.0.0.0", token="a-long-secret")
     for path in ("/", "/recordings", "/recordings/x.mp4", "/live", "/?token=wrong", "/?token=", "/nothing"):
         status, data, _ = site.get(path)
@@ -270,13 +270,13 @@ def test_without_the_token_nothing_is_served_beyond_loopback(serve: Serve):
     site.page().until(lambda p: p.status["steers"]).close()
 
 
-def test_a_token_is_made_for_any_address_but_loopback():
+def test_token_is_generated_beyond_loopback():
     access = WebAccess("0.0.0.0")
     assert access.token and len(access.token) >= 24 and access.token in access.url(8765)
     assert WebAccess("127.0.0.1").token is None
 
 
-def test_foreign_origins_and_names_are_refused(serve: Serve):
+def test_foreign_origins_are_refused(serve: Serve):
     site = serve()
     own = f"http://127.0.0.1:{site.port}"
     site.page(Origin=own).until(lambda p: p.status["steers"]).close()
@@ -291,7 +291,7 @@ def test_foreign_origins_and_names_are_refused(serve: Serve):
     assert site.get("/", Host="evil.example")[0] == 403  # a name that was made to point here
 
 
-def test_a_model_that_fails_pauses_and_says_so(serve: Serve, monkeypatch, capsys):
+def test_failing_model_pauses_session(serve: Serve, monkeypatch, capsys):
     site = serve(mode="dream", control="human", ends=None)
     page = site.page().until(lambda p: p.status["steers"])
 
@@ -310,19 +310,19 @@ def test_a_model_that_fails_pauses_and_says_so(serve: Serve, monkeypatch, capsys
     page.close()
 
 
-def test_frames_on_the_wire(make_session: Callable[..., PlaySession]):
+def test_frame_protocol(make_session: Callable[..., PlaySession]):
     session = make_session(parts=True)
-    head, pictures = decode_frame(encode_frame(session))
+    head, images = decode_frame(encode_frame(session))
     assert [panel["title"] for panel in head["panels"]] == ["environment", "model input", "reconstruction"]
-    for panel, picture in zip(head["panels"], pictures):
-        assert Image.open(io.BytesIO(picture)).size == (panel["width"], panel["height"])
+    for panel, image in zip(head["panels"], images):
+        assert Image.open(io.BytesIO(image)).size == (panel["width"], panel["height"])
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)
-    kind, data = encode_picture(noise)
+    kind, data = encode_image(noise)
     assert kind == "image/png" and np.array_equal(np.asarray(Image.open(io.BytesIO(data))), noise)
-    assert encode_picture(np.zeros((400, 600, 3), np.uint8))[0] == "image/jpeg"
+    assert encode_image(np.zeros((400, 600, 3), np.uint8))[0] == "image/jpeg"
 
 
-def test_a_port_in_use_is_said():
+def test_port_in_use():
     from rl_lab.errors import LabError
 
     taken = socket.socket()

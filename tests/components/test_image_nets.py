@@ -1,4 +1,4 @@
-"""Nets on pictures: their fast forms, which hand biases on and leave passes out, give the plain ones' numbers."""
+"""Image networks: the fast path, which defers biases, matches the plain implementation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from rl_lab.components.controllers.recurrent_actor_critic import (
     RecurrentActorCritic,
     ResidualTrunk,
 )
+from rl_lab.components.kernels.group_norm_silu import fused_group_norm
+from rl_lab.components.kernels.sampling import sample_logits
+from rl_lab.components.kernels.upsample2x import upsample2x
 from rl_lab.components.nn.categorical import sample_index
-from rl_lab.components.nn.fast_path import Aside, fast_path
-from rl_lab.components.nn.kernels.double_picture import double_picture
-from rl_lab.components.nn.kernels.group_norm_silu import fused_group_norm
-from rl_lab.components.nn.kernels.sample_logits import sample_logits
-from rl_lab.components.nn.residual_conv import Double, Halve, ImageAttention, PictureNet, ResidualConv
+from rl_lab.components.nn.fast_path import SideStream, fast_path
+from rl_lab.components.nn.residual_conv import (
+    Downsample,
+    ImageAttention,
+    ImageSequential,
+    ResidualConv,
+    Upsample,
+)
 from rl_lab.components.representation_learners.delta_tokenizer import FrameDecoder, FrameEncoder
 from rl_lab.components.representation_learners.tokenizer import IrisDecoder, IrisEncoder
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
-SPEC = Spec("pictures", {"image": ArraySpec((3, 16, 16), "uint8")}, ActionSpec("discrete", (), (3,)))
+SPEC = Spec("images", {"image": ArraySpec((3, 16, 16), "uint8")}, ActionSpec("discrete", (), (3,)))
 IRIS = {"channels": 3, "side": 16, "width": 32, "levels": 3, "latent": 6, "attention": (8,), "blocks": 1}
 NETS = {
     "frame_encoder": (lambda: FrameEncoder(channels=3, latent=4, width=8), (3, 16, 16)),
@@ -30,21 +36,24 @@ NETS = {
     "iris_encoder": (lambda: IrisEncoder(**IRIS), (3, 16, 16)),
     "iris_decoder": (lambda: IrisDecoder(**IRIS), (6, 4, 4)),
     "odd_widths": (
-        lambda: PictureNet(nn.Conv2d(3, 6, 1), ResidualConv(6, 10), ResidualConv(10, 10)),
+        lambda: ImageSequential(nn.Conv2d(3, 6, 1), ResidualConv(6, 10), ResidualConv(10, 10)),
         (3, 4, 5),
     ),
-    "last_bias": (lambda: PictureNet(Halve(4, 2), ImageAttention(4), Halve(4, 3), Double(4)), (4, 8, 8)),
+    "last_bias": (
+        lambda: ImageSequential(Downsample(4, 2), ImageAttention(4), Downsample(4, 3), Upsample(4)),
+        (4, 8, 8),
+    ),
     "pool_trunk": (lambda: PoolTrunk(SPEC, channels=(4, 8)), (3, 16, 16)),
     "residual_trunk": (lambda: ResidualTrunk(SPEC, width=8), (3, 16, 16)),
 }
 
 
 @pytest.mark.parametrize("name", sorted(NETS))
-def test_a_net_on_the_fast_path_gives_the_plain_numbers(name: str):
+def test_fast_path_matches_plain(name: str):
     torch.manual_seed(0)
     make, shape = NETS[name]
     net = make()
-    for parameter in net.parameters():  # biases too: they are what takes another way
+    for parameter in net.parameters():  # also biases, which the fast path adds elsewhere
         nn.init.normal_(parameter, std=0.3)
     x = torch.randn(2, *shape, requires_grad=True)
     results = []
@@ -61,35 +70,35 @@ def test_a_net_on_the_fast_path_gives_the_plain_numbers(name: str):
 
 
 @pytest.mark.parametrize("name", ["frame_decoder", "frame_encoder", "iris_decoder", "iris_encoder"])
-def test_pictures_stay_in_half_precision(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Every convolution but the first is given bfloat16, and the result is the exact one's but for rounding."""
+def test_images_stay_in_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch):
+    """All inputs of convolutions but the first are bfloat16, and the result is exact up to rounding."""
     torch.manual_seed(0)
     make, shape = NETS[name]
-    net, x, given, conv2d = make(), torch.randn(2, *shape), [], F.conv2d
+    net, x, dtypes, conv2d = make(), torch.randn(2, *shape), [], F.conv2d
 
-    def noting(x, *args, **options):
-        given.append(x.dtype)
+    def record(x, *args, **options):
+        dtypes.append(x.dtype)
         return conv2d(x, *args, **options)
 
-    monkeypatch.setattr(F, "conv2d", noting)
+    monkeypatch.setattr(F, "conv2d", record)
     with fast_path(), torch.autocast("cpu", torch.bfloat16):
         rough = net(x)
-    assert len(given) > 10 and set(given[1:]) == {torch.bfloat16} == {rough.dtype}
+    assert len(dtypes) > 10 and set(dtypes[1:]) == {torch.bfloat16} == {rough.dtype}
     exact = net(x)
     assert (rough - exact).abs().max() < 0.1 * exact.abs().max()
     rough.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
 
 
-def test_doubling_is_torchs_nearest_neighbour():
+def test_upsampling_matches_torch():
     x, weight = torch.randn(2, 3, 4, 5, requires_grad=True), torch.randn(2, 3, 8, 10)
-    ours, theirs = double_picture(x), F.interpolate(x, scale_factor=2.0, mode="nearest")
+    ours, theirs = upsample2x(x), F.interpolate(x, scale_factor=2.0, mode="nearest")
     assert torch.equal(ours, theirs)
     (found,), (expected,) = (torch.autograd.grad((y * weight).sum(), x) for y in (ours, theirs))
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_what_goes_beside_a_norm_has_its_gradient():
+def test_fused_group_norm_gradients():
     torch.manual_seed(0)
     x, pre = torch.randn(2, 8, 3, 4, requires_grad=True), torch.randn(8, requires_grad=True)
     weight, bias = torch.rand(8, requires_grad=True), torch.randn(8, requires_grad=True)
@@ -110,15 +119,15 @@ def test_what_goes_beside_a_norm_has_its_gradient():
 @pytest.mark.parametrize(
     "trunk", [lambda spec: PoolTrunk(spec, channels=(4, 8)), lambda spec: ResidualTrunk(spec, width=8)]
 )
-def test_only_the_trunk_of_an_actor_critic_has_another_precision(trunk, on: bool):
+def test_trunk_precision(trunk, on: bool):
     torch.manual_seed(0)
     network = RecurrentActorCritic(SPEC, trunk, units=16)
     frames = torch.rand(2, 3, 3, 16, 16)
     with fast_path(on):
-        exact, _ = network.watch_sequence(frames, network.initial_state(2))
+        exact, _ = network.observe_sequence(frames, network.initial_state(2))
         network.trunk_dtype = torch.bfloat16
-        hidden, state = network.watch_sequence(frames, network.initial_state(2))
-        one = network.watch(frames[:, 0], network.initial_state(2))
+        hidden, state = network.observe_sequence(frames, network.initial_state(2))
+        one = network.observe(frames[:, 0], network.initial_state(2))
     assert hidden.dtype == state["c"].dtype == torch.float32
     assert not torch.equal(hidden, exact) and torch.allclose(hidden, exact, atol=0.05)
     assert torch.allclose(one["h"], hidden[:, 0], atol=5e-3)
@@ -126,14 +135,14 @@ def test_only_the_trunk_of_an_actor_critic_has_another_precision(trunk, on: bool
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in network.trunk.parameters())
 
 
-def test_work_aside_is_a_call_on_the_cpu():
+def test_side_stream_on_cpu():
     for on in (False, True):
         with fast_path(on):
-            aside = Aside(torch.add, torch.ones(2), torch.ones(2), device=torch.device("cpu"), lane=1)
-        assert aside.join().tolist() == [2.0, 2.0] == aside.join().tolist()
+            work = SideStream(torch.add, torch.ones(2), torch.ones(2), device=torch.device("cpu"), stream=1)
+        assert work.join().tolist() == [2.0, 2.0] == work.join().tolist()
 
 
-def test_a_class_drawn_from_logits_is_drawn_from_their_softmax():
+def test_sample_logits_matches_softmax():
     logits, noise = torch.randn(50, 7).bfloat16(), torch.rand(50)
     drawn = sample_logits(logits, noise)
     assert drawn.dtype == torch.int64 and len(drawn.unique()) > 3

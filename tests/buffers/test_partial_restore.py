@@ -1,4 +1,4 @@
-"""What is whole comes back from a damaged checkpoint, nothing crosses a gap, and what is lost is named."""
+"""Partial restore of a damaged checkpoint: intact rows are restored, no sequence crosses a gap."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def counts(buffer: ReplayBuffer) -> list[list[int]]:
 
 
 def firsts(buffer: ReplayBuffer) -> list[int]:
-    """Counts of the rows of stream 0 that begin something."""
+    """Return the counts of the rows of stream 0 with is_first."""
     rows = buffer.read(buffer.oldest_position, buffer.total_rows - buffer.oldest_position)
     return rows["obs/count"][0][rows.is_first[0]].tolist()
 
 
 @pytest.mark.parametrize("how", ["flip", "short", "missing"])
-def test_rows_around_a_lost_file_come_back(tmp_path: Path, how: str) -> None:
+def test_rows_around_lost_file_are_restored(tmp_path: Path, how: str) -> None:
     buffer = counter_buffer(30)  # files of 0 … 8, 8 … 16, 16 … 24, 24 … 30
     entry = save(buffer, tmp_path)
     damage(tmp_path / "chunk-00000001.pt", how)
@@ -49,11 +49,11 @@ def test_rows_around_a_lost_file_come_back(tmp_path: Path, how: str) -> None:
     assert "chunk-00000001.pt (16 rows)" in str(lost[0])
     kept = [*range(8), *range(16, 30)]
     assert counts(twin) == [kept, [1000 + n for n in kept]]
-    assert firsts(twin) == [0, 16]  # the row after the gap begins anew
-    assert twin.size == 44 and twin.oldest_position == 32  # positions that no row had before
+    assert firsts(twin) == [0, 16]  # the row after the gap is first
+    assert twin.size == 44 and twin.oldest_position == 32  # positions that were never used
 
 
-def test_no_sequence_crosses_the_gap(tmp_path: Path) -> None:
+def test_no_sequence_crosses_gap(tmp_path: Path) -> None:
     buffer = counter_buffer(30)
     entry = save(buffer, tmp_path)
     damage(tmp_path / "chunk-00000001.pt")
@@ -64,13 +64,13 @@ def test_no_sequence_crosses_the_gap(tmp_path: Path) -> None:
     assert twin._sampler(BatchSpec(size=1, length=5, boundary="within")).available() == 2 * (4 + 10)
     cross = twin.sample(BatchSpec(size=200, length=5), generator=seeded())
     jumps = cross["obs/count"].diff(dim=1) != 1
-    assert jumps.any() and cross.is_first[:, 1:][jumps].all()  # where time jumps, is_first says so
-    extend(twin, 25)  # and the ring goes on: over its end, with counts that stay right
+    assert jumps.any() and cross.is_first[:, 1:][jumps].all()  # is_first marks the jumps
+    extend(twin, 25)  # past the end of the ring
     spec = BatchSpec(size=1, length=5, boundary="within")
     assert twin._sampler(spec).available() == len(twin.ring.unbroken_starts(5)[0])
 
 
-def test_a_lost_mutable_file_loses_its_rows_too(tmp_path: Path) -> None:
+def test_lost_mutable_file_loses_rows(tmp_path: Path) -> None:
     entry = save(counter_buffer(20), tmp_path)
     name = next(file for file in entry["files"] if file.startswith("mutable-00000000"))
     damage(tmp_path / name)
@@ -79,12 +79,12 @@ def test_a_lost_mutable_file_loses_its_rows_too(tmp_path: Path) -> None:
     assert counts(twin)[0] == list(range(8, 20)) and firsts(twin) == [8]
 
 
-def test_when_the_newest_rows_are_lost_the_next_one_begins_anew(tmp_path: Path) -> None:
+def test_row_after_lost_newest_rows_is_first(tmp_path: Path) -> None:
     entry = save(counter_buffer(20), tmp_path)
     damage(tmp_path / "tail-000000000020.pt")
     twin = counter_buffer(0)
     twin.restore(tmp_path, entry, skip_corrupt=True)
-    again = counter_buffer(0)  # a checkpoint in between remembers it
+    again = counter_buffer(0)  # the gap is saved in a later checkpoint
     again.restore(tmp_path / "next", save(twin, tmp_path / "next"))
     for each in (twin, again):
         rows = counter_rows(2, 20)
@@ -92,7 +92,7 @@ def test_when_the_newest_rows_are_lost_the_next_one_begins_anew(tmp_path: Path) 
         each.add(rows)
         each.add(counter_rows(2, 21))
         assert counts(each)[0] == [*range(16), 20, 21] and firsts(each) == [0, 20]
-        assert not rows["is_first"].any()  # the caller's array is left alone
+        assert not rows["is_first"].any()  # the caller's array is not changed
 
 
 def test_all_files_lost(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_all_files_lost(tmp_path: Path) -> None:
     assert (twin.sample(spec, generator=seeded())["obs/count"].diff(dim=1) == 1).all()
 
 
-def test_later_saves_write_over_nothing_and_restore(tmp_path: Path) -> None:
+def test_later_saves_overwrite_nothing(tmp_path: Path) -> None:
     entry = save(counter_buffer(45, episode=7), tmp_path)  # a full ring: 13 … 45
     damage(tmp_path / "chunk-00000003.pt")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -128,7 +128,7 @@ def test_later_saves_write_over_nothing_and_restore(tmp_path: Path) -> None:
         assert torch.equal(ours["obs/count"], its["obs/count"])
 
 
-def test_without_is_first_only_rows_after_the_last_gap_stay(tmp_path: Path) -> None:
+def test_gap_without_is_first_column(tmp_path: Path) -> None:
     columns = {"obs/count": ArraySpec((), "int64")}
 
     def make() -> ReplayBuffer:
@@ -143,7 +143,7 @@ def test_without_is_first_only_rows_after_the_last_gap_stay(tmp_path: Path) -> N
     assert counts(twin) == [list(range(16, 30))]
 
 
-def test_nothing_damaged_is_an_ordinary_restore(tmp_path: Path) -> None:
+def test_intact_files_restore_normally(tmp_path: Path) -> None:
     buffer = counter_buffer(45, episode=7)
     entry = save(buffer, tmp_path)
     twin = counter_buffer(0)
@@ -154,7 +154,7 @@ def test_nothing_damaged_is_an_ordinary_restore(tmp_path: Path) -> None:
         counter_buffer(0).restore(tmp_path, entry)
 
 
-def test_stored_data_does_without_lost_write_backs(tmp_path: Path) -> None:
+def test_offline_buffer_loses_only_write_backs(tmp_path: Path) -> None:
     count = np.arange(31.0)
     content = {
         "observations": np.stack([count, count], axis=1),
@@ -184,7 +184,7 @@ def test_stored_data_does_without_lost_write_backs(tmp_path: Path) -> None:
         make().restore(folder, entry)
 
 
-def test_priorities_are_rebuilt_around_the_gap(tmp_path: Path) -> None:
+def test_priorities_are_rebuilt_around_gap(tmp_path: Path) -> None:
     def make() -> PrioritizedReplay:
         return PrioritizedReplay(COLUMNS, capacity=64, num_streams=2, mutable=("latent",), chunk_rows=8)
 
@@ -193,7 +193,7 @@ def test_priorities_are_rebuilt_around_the_gap(tmp_path: Path) -> None:
     index = RowIndex(torch.tensor([0, 1]), torch.tensor([18, 18]))
     buffer.write_back(
         index, {"priority": torch.full((2, 1), 1e6)}, offset=0
-    )  # row 18 of both is all but certain
+    )  # row 18 of both streams is almost always drawn
     entry = save(buffer, tmp_path)
     damage(tmp_path / "chunk-00000001.pt")
     twin = make()

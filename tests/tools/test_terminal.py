@@ -4,9 +4,46 @@ import io
 
 import pytest
 
-from rl_lab.tools import terminal as work_progress
+from rl_lab.tools import terminal
 from rl_lab.tools.statistics import Interval
-from rl_lab.tools.terminal import WorkProgress, bounds, count, duration, interval, number, short
+from rl_lab.tools.terminal import (
+    WorkProgress,
+    bounds,
+    count,
+    duration,
+    interval,
+    number,
+    plain_table,
+    print_table,
+    short,
+)
+
+ROWS = [("a", "1.5", "x" * 200), ("long name", "22", "[atari]")]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_piped_table_is_aligned() -> None:
+    file = io.StringIO()
+    print_table(ROWS, header=("name", "value", "text"), right=(1,), file=file)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "name       value  text"
+    assert lines[1] == "a            1.5  " + "x" * 200
+    assert lines[2] == "long name     22  [atari]"
+
+
+def test_titles_and_empty_tables() -> None:
+    assert plain_table([("a", "b")], title="things") == "things\n  a  b"
+    assert plain_table([], title="things") == "things"
+
+
+def test_terminal_table_folds_long_cells() -> None:
+    file = Terminal()
+    print_table(ROWS, title="things", file=file)
+    assert "[atari]" in file.getvalue() and file.getvalue().count("x") == 200
 
 
 @pytest.mark.parametrize(
@@ -17,7 +54,7 @@ def test_numbers(value, text: str):
     assert number(value) == text
 
 
-def test_other_words():
+def test_other_formats():
     assert number(float("nan")) == "–" and count(12345) == "12,345" and count(None) == "–"
     assert duration(59.6) == "1 min 00 s" and duration(3_725) == "1 h 02 min" and duration(5) == "5 s"
     assert short(400_000) == "400k" and short(1_500_000) == "1.5M" and short(7) == "7"
@@ -28,14 +65,9 @@ def test_other_words():
     assert bounds(None, 1.0) == "–"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_short_work_says_nothing_and_long_work_how_long_it_will_take(monkeypatch):
+def test_progress_prints_only_for_long_work(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(work_progress, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(terminal, "perf_counter", lambda: now[0])
     plain, live = io.StringIO(), Terminal()
     with WorkProgress("working", 4, plain) as first, WorkProgress("working", 4, live) as second:
         for progress in (first, second):
