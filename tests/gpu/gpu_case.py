@@ -35,7 +35,7 @@ def losses(run: Run, hook: str = "update") -> list[dict[str, float]]:
     orchestrator, read = run.orchestrator, []
     try:
         while (action := orchestrator.scheduler.next_action()) is not None:
-            orchestrator.do(action, orchestrator.scheduler.current_phase())
+            orchestrator.run_action(action, orchestrator.scheduler.current_phase())
             if action == hook:
                 read.append(orchestrator.runners[hook].meter.drain())
     finally:

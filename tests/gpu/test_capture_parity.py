@@ -72,8 +72,8 @@ def one_update(*words: str, hook: str = "update") -> tuple[dict[str, float], dic
     ]
     orchestrator = run.orchestrator
     while (action := orchestrator.scheduler.next_action()) == "collect":
-        orchestrator.do(action, orchestrator.scheduler.current_phase())
-    orchestrator.do(action, orchestrator.scheduler.current_phase())
+        orchestrator.run_action(action, orchestrator.scheduler.current_phase())
+    orchestrator.run_action(action, orchestrator.scheduler.current_phase())
     metrics = orchestrator.runners[hook].meter.drain()
     gradients = {
         name: torch.cat([p.grad.float().flatten() for p in parameters if p.grad is not None])
