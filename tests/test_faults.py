@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_run import assert_same, assert_same_run
 
 import rl_lab
 from rl_lab.cli import main
@@ -19,6 +18,7 @@ from rl_lab.orchestration.updates import HookRunner
 from rl_lab.training import resume
 from rl_lab.utils import files
 from rl_lab.utils.checkpoint.manager import CheckpointManager
+from tests.same_run import assert_same, assert_same_run
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 WORDS = [

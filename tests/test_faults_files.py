@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from same_run import assert_same, replay_rows
 
 import rl_lab
 from rl_lab.buffers.offline import OfflineBuffer
@@ -25,6 +24,7 @@ from rl_lab.records import ActionSpec, ArraySpec, Spec
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.loading import load_checkpoint
 from rl_lab.utils.checkpoint.manager import CheckpointManager
+from tests.same_run import assert_same, replay_rows
 
 MANY = int(os.environ.get("RL_LAB_EXAMPLES", "400"))
 SHORT, LONG = 24, 36  # steps that a run is saved at, and goes on to

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from same_run import assert_same_run, stopped_at
 
 import rl_lab
 from rl_lab.errors import ConfigError, EnvironmentFaultError
@@ -17,6 +16,7 @@ from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.tools.evaluate import evaluate
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
+from tests.same_run import assert_same_run, stopped_at
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 TINY = ["experiment=random_cartpole", "debug=tiny", "training.evaluate.every_env_steps=null", *QUIET]

@@ -31,7 +31,7 @@ def test_dreamer_learns_cue(tmp_path: Path):
 def test_dreamer_value_of_constant_reward(tmp_path: Path):
     """Reward 1 for ever and a discount of 1 - 1/20: 20. Episodes are cut off, which must not look like an end."""
     words = [
-        "environment.task=constant_env:Constant",
+        "environment.task=tests.constant_env:Constant",
         "environment.workers=0",
         "algorithm.discount_horizon=20",
     ]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_run import stopped_at
 
 import rl_lab
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
+from tests.same_run import stopped_at
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "howto" / "new_algorithm.md"
 

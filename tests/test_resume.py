@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from same_run import assert_same_run, stopped_at
 
 import rl_lab
 from rl_lab.training import resume
+from tests.same_run import assert_same_run, stopped_at
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 # Every workflow there is, and every kind of environment; two of them with worker processes.

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from buffer_helpers import COLUMNS, assert_aligned, counter_buffer, extend, seeded
 
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.errors import CheckpointError
 from rl_lab.records import ArraySpec, BatchSpec
+from tests.buffers.buffer_helpers import COLUMNS, assert_aligned, counter_buffer, extend, seeded
 
 SPEC = BatchSpec(size=4, length=5, context=1, sampler="online")
 

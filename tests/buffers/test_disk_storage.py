@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from buffer_helpers import COLUMNS, assert_aligned, counter_buffer, extend, seeded
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -18,6 +17,7 @@ from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import ArraySpec, Batch, BatchSpec
+from tests.buffers.buffer_helpers import COLUMNS, assert_aligned, counter_buffer, extend, seeded
 
 SPECS = [
     BatchSpec(size=8, length=5, context=1, sampler="online"),

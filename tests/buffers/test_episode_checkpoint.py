@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from episode_reference import COLUMNS, add_episodes, episode_buffer, everything, rows_of, seeded
-from same_run import assert_same, stopped_at
 
 import rl_lab
 from rl_lab.buffers.episodes import checkpoint as episode_checkpoint
@@ -23,6 +21,8 @@ from rl_lab.errors import CheckpointError
 from rl_lab.records import ArraySpec, BatchSpec
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
+from tests.buffers.episode_reference import COLUMNS, add_episodes, episode_buffer, everything, rows_of, seeded
+from tests.same_run import assert_same, stopped_at
 
 SPECS = [
     BatchSpec(size=4, length=5, context=1, sampler="online"),

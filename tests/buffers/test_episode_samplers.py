@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from episode_reference import add_episodes, episode_buffer, seeded
 
 from rl_lab.buffers.episodes.buffer import EpisodeBuffer
 from rl_lab.buffers.episodes.samplers import EndsSampler, EpisodeCountSampler
 from rl_lab.errors import ConfigError
 from rl_lab.records import BatchSpec
+from tests.buffers.episode_reference import add_episodes, episode_buffer, seeded
 
 LENGTHS = [12, 5, 30, 8]
 STARTS = [0, 12, 17, 47, 55]  # positions at which they begin

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from episode_reference import COLUMNS, add_episodes, episode_buffer, everything, rows_of, seeded
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -23,6 +22,7 @@ from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import ConfigError, LabError, MissingPackageError, RunLockedError, install_line
 from rl_lab.records import ArraySpec, BatchSpec, RowIndex
+from tests.buffers.episode_reference import COLUMNS, add_episodes, episode_buffer, everything, rows_of, seeded
 
 WITHIN = BatchSpec(size=8, length=5, boundary="within")
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from buffer_helpers import COLUMNS, assert_aligned, counter_buffer, expected, extend, seeded
 
 from rl_lab.buffers.mix import BufferMix, shares
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.errors import ConfigError
 from rl_lab.records import ArraySpec, BatchSpec
+from tests.buffers.buffer_helpers import COLUMNS, assert_aligned, counter_buffer, expected, extend, seeded
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buffer_helpers import seeded
 
 import rl_lab
 from rl_lab.buffers.offline import OfflineBuffer, episode_returns
@@ -20,6 +19,7 @@ from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, Spec
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.files import read_json
+from tests.buffers.buffer_helpers import seeded
 
 SPEC = Spec("toy", {"vector": ArraySpec((2,), "float32")}, ActionSpec("discrete", (), choices=(3,)))
 IMAGE = ArraySpec((3, 2, 2), "uint8")

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buffer_helpers import COLUMNS, counter_buffer, counter_rows, extend, seeded
-from test_chunk_files import save
 
 from rl_lab.buffers.offline import OfflineBuffer
 from rl_lab.buffers.prioritized import PrioritizedReplay
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.errors import CheckpointError
 from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, RowIndex, Spec
+from tests.buffers.buffer_helpers import COLUMNS, counter_buffer, counter_rows, extend, seeded
+from tests.buffers.test_chunk_files import save
 
 
 def damage(path: Path, how: str = "flip") -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from buffer_helpers import COLUMNS, assert_aligned, counter_rows, seeded
 from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from rl_lab.buffers.prioritized import PrioritizedReplay, PrioritizedSampler, Ru
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import ConfigError
 from rl_lab.records import ArraySpec, BatchSpec
+from tests.buffers.buffer_helpers import COLUMNS, assert_aligned, counter_rows, seeded
 
 
 def prioritized(

@@ -3,7 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from buffer_helpers import (
+
+from rl_lab.buffers.replay import ReplayBuffer
+from rl_lab.errors import ConfigError
+from rl_lab.records import ArraySpec, BatchSpec
+from tests.buffers.buffer_helpers import (
     COLUMNS,
     assert_aligned,
     counter_buffer,
@@ -12,10 +16,6 @@ from buffer_helpers import (
     extend,
     seeded,
 )
-
-from rl_lab.buffers.replay import ReplayBuffer
-from rl_lab.errors import ConfigError
-from rl_lab.records import ArraySpec, BatchSpec
 
 
 @pytest.mark.parametrize("rows", [10, 31, 32, 33, 50, 64, 200])

@@ -3,12 +3,12 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from buffer_helpers import COLUMNS
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import rl_lab
 from rl_lab.buffers.replay import ReplayBuffer
+from tests.buffers.buffer_helpers import COLUMNS
 
 PACKAGE = Path(rl_lab.__file__).parent
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from buffer_helpers import counter_buffer, counter_rows, episode_numbers, extend, seeded
 
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.buffers.samplers import UniformSampler
 from rl_lab.errors import ConfigError
 from rl_lab.records import BatchSpec
+from tests.buffers.buffer_helpers import counter_buffer, counter_rows, episode_numbers, extend, seeded
 
 
 def draw_starts(buffer: ReplayBuffer, spec: BatchSpec, batches: int) -> list[tuple[int, int]]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from episode_reference import seeded
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -21,6 +20,7 @@ from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, Spec
 from rl_lab.training import resume
+from tests.buffers.episode_reference import seeded
 
 SPEC = Spec("toy", {"vector": ArraySpec((2,), "float32")}, ActionSpec("discrete", (), choices=(3,)))
 OTHER = Spec("other", SPEC.observations, ActionSpec("discrete", (), choices=(4,)))

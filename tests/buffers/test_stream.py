@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from buffer_helpers import assert_aligned, counter_buffer, extend, seeded
 
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.buffers.mix import BufferMix
 from rl_lab.records import BatchSpec
+from tests.buffers.buffer_helpers import assert_aligned, counter_buffer, extend, seeded
 
 SPEC = BatchSpec(size=3, length=4, sampler="online")
 

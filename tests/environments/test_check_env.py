@@ -6,9 +6,9 @@ import re
 import gymnasium
 import pytest
 from gymnasium.utils.env_checker import check_env
-from suite_cases import CASES, each_case, needs
 
 from rl_lab.environments import make as make_module
+from tests.environments.suite_cases import CASES, each_case, needs
 
 # Warnings of the checker that are allowed. All others fail the test.
 ADVICE = (

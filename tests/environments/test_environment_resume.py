@@ -4,11 +4,11 @@ import io
 
 import numpy as np
 import pytest
-import sample_envs
-from test_vector import TASKS, assert_same, make, roll
 
 from rl_lab.environments import make_env
 from rl_lab.errors import CheckpointError
+from tests.environments import sample_envs
+from tests.environments.test_vector import TASKS, assert_same, make, roll
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -6,12 +6,12 @@ import sys
 import gymnasium
 import numpy as np
 import pytest
-import sample_envs
 
 from rl_lab.environments import env_config_options, make_env, probe_spec
 from rl_lab.environments import make as make_module
 from rl_lab.errors import ConfigError, MissingPackageError, install_line
 from rl_lab.records import ActionSpec, ArraySpec
+from tests.environments import sample_envs
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "gym/CartPole-v1"])
@@ -42,7 +42,13 @@ def test_box2d_and_mujoco_ids(task, package, options, shapes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "task", ["gym:sample_envs:Nested", "sample_envs:Nested", sample_envs.Nested, lambda: sample_envs.Nested()]
+    "task",
+    [
+        "gym:tests.environments.sample_envs:Nested",
+        "tests.environments.sample_envs:Nested",
+        sample_envs.Nested,
+        lambda: sample_envs.Nested(),
+    ],
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_custom_class_with_dict_observation(task, workers):
@@ -61,7 +67,7 @@ def test_custom_class_with_dict_observation(task, workers):
 
 
 def test_module_in_current_folder(tmp_path, monkeypatch):
-    code = "import gymnasium\nfrom sample_envs import Base\n"
+    code = "import gymnasium\nfrom tests.environments.sample_envs import Base\n"
     (tmp_path / "my_own_env.py").write_text(
         code + "gymnasium.register('Mine-v3', entry_point='my_own_env:Base')\n"
     )
@@ -77,7 +83,7 @@ def test_module_in_current_folder(tmp_path, monkeypatch):
 
 
 def test_options_reach_the_factory():
-    with make_env("sample_envs:with_options", 1, size_of_step=2.5) as env:
+    with make_env("tests.environments.sample_envs:with_options", 1, size_of_step=2.5) as env:
         env.reset()
         assert env.step([0])[1].tolist() == [2.5]
     assert probe_spec(sample_envs.Nested, height=12).observations["camera"].shape == (3, 12, 8)
@@ -112,8 +118,14 @@ def test_time_limit_replaces_registered_limit():
         ("gym/CartPole-v7", "'CartPole-v7' is registered. Did you mean 'CartPole-v1'"),
         ("dumy/discrete", "no suite 'dumy'.*Did you mean 'dummy/discrete'"),
         ("no_such_module:Env", "cannot import 'no_such_module'.*no_such_module.py"),
-        ("sample_envs:Nestd", "'sample_envs' has no environment 'Nestd'. Did you mean 'Nested'"),
-        ("sample_envs:not_an_environment", "returned a dict: it must return a gymnasium.Env"),
+        (
+            "tests.environments.sample_envs:Nestd",
+            "'tests.environments.sample_envs' has no environment 'Nestd'. Did you mean 'Nested'",
+        ),
+        (
+            "tests.environments.sample_envs:not_an_environment",
+            "returned a dict: it must return a gymnasium.Env",
+        ),
     ],
 )
 def test_unknown_task_suggests_closest(task, message):

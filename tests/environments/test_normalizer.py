@@ -5,12 +5,12 @@ import io
 import numpy as np
 import pytest
 import torch
-from test_vector import roll
 
 from rl_lab.environments import make_env
 from rl_lab.environments.normalizer import ObservationNormalizer
 from rl_lab.errors import CheckpointError, ConfigError
 from rl_lab.records import ArraySpec
+from tests.environments.test_vector import roll
 
 SPEC = {
     "vector": ArraySpec((3,), "float32"),

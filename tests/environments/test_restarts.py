@@ -7,11 +7,11 @@ import warnings
 
 import numpy as np
 import pytest
-import sample_envs
 
 from rl_lab.environments import make_env
 from rl_lab.environments.faults import FaultLog, RestartLimit
 from rl_lab.errors import ConfigError, EnvironmentFaultError, LabError
+from tests.environments import sample_envs
 
 NOTHING, RAISE, DIE, HANG, HALF = range(5)
 TOO_SHORT = "observation 'draw' has shape (2,), not (3,) at step 4 of the episode"

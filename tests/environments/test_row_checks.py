@@ -4,7 +4,6 @@ import sys
 
 import numpy as np
 import pytest
-import sample_envs
 
 from rl_lab.environments import make_env
 from rl_lab.environments.env_runner import EnvRunner, StepArrays
@@ -12,6 +11,7 @@ from rl_lab.environments.make import env_factory
 from rl_lab.environments.spec import UnusableRow, finite_number, flag, integer_array, shaped_array, spec_of
 from rl_lab.environments.wrappers import ActionRepeat
 from rl_lab.errors import ConfigError, EnvironmentFaultError, LabError
+from tests.environments import sample_envs
 
 NUMBER = {name: index for index, name in enumerate(sample_envs.Spoils.TROUBLES)}
 NOT_FINITE = "observation 'position' has NaN or infinity"

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from suite_cases import PACKAGES
 
 import rl_lab.configs
 from rl_lab.config.compose import compose_config
 from rl_lab.environments import env_config_options, make_env
+from tests.environments.suite_cases import PACKAGES
 
 FOLDER = Path(rl_lab.configs.__file__).parent / "environment"
 FILES = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "multitask")  # made of the others

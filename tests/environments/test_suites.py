@@ -5,11 +5,11 @@ import importlib
 import gymnasium
 import numpy as np
 import pytest
-from suite_cases import CASES, LIMIT, PACKAGES, each_case, needs, suite_of
-from test_vector import assert_same, roll
 
 from rl_lab.environments import make as make_module
 from rl_lab.environments import make_env
+from tests.environments.suite_cases import CASES, LIMIT, PACKAGES, each_case, needs, suite_of
+from tests.environments.test_vector import assert_same, roll
 
 
 def test_every_suite_has_cases():

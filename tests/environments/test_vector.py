@@ -6,12 +6,12 @@ import types
 import gymnasium
 import numpy as np
 import pytest
-import sample_envs
 from gymnasium.vector import AutoresetMode
 
 from rl_lab.environments import make_env, vector
 from rl_lab.environments.vector import default_workers
 from rl_lab.errors import ConfigError, LabError
+from tests.environments import sample_envs
 
 TASKS = {
     "dummy/discrete": {},

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sample_envs
 
 from rl_lab.environments import make_env
 from rl_lab.errors import EnvironmentFaultError, LabError
+from tests.environments import sample_envs
 
 ZEROS, ONES = np.zeros(3, np.int64), np.ones(3, np.int64)
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_timeout_applies_per_call():
 
 def test_worker_processes_are_small_and_get_variables(monkeypatch):
     monkeypatch.setenv("TOLD", "42")
-    with make_env("sample_envs:make_process", 3, workers=2) as env:
+    with make_env("tests.environments.sample_envs:make_process", 3, workers=2) as env:
         obs = env.reset()[0]["vector"]
         pids, torch, threads, told = env.step(ZEROS)[0]["vector"].T
     assert pids[0] == pids[1] != pids[2] and os.getpid() not in pids

@@ -6,7 +6,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from counting_model import SHADE, SPEC, CountingEnv, CountingModel, rows
 from gymnasium.utils.env_checker import check_env
 
 from rl_lab.buffers.replay import ReplayBuffer
@@ -25,6 +24,7 @@ from rl_lab.errors import ConfigError, LabError
 from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.records import Batch, Spec
 from rl_lab.workflows.random import RandomWorkflow
+from tests.counting_model import SHADE, SPEC, CountingEnv, CountingModel, rows
 
 
 def at(*counts: int) -> Any:

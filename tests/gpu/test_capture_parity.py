@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_case import assert_same_losses, built, losses
+
+from tests.gpu.gpu_case import assert_same_losses, built, losses
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_case import EPS, HALF, agree, dtypes, on_gpu
 
 from rl_lab.components.kernels import (
     add_bias,
@@ -21,6 +20,7 @@ from rl_lab.components.kernels.topk import topk
 from rl_lab.components.kernels.two_hot import two_hot_return
 from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.two_hot import TwoHot
+from tests.gpu.kernel_case import EPS, HALF, agree, dtypes, on_gpu
 
 pytestmark = pytest.mark.gpu
 

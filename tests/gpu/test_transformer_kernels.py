@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_case import EPS, HALF, agree, dtypes, on_gpu
 
 from rl_lab.components.kernels import attention, residual_norm
 from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.components.nn.transformer import Transformer, seed_word, seeded_dropout
+from tests.gpu.kernel_case import EPS, HALF, agree, dtypes, on_gpu
 
 pytestmark = pytest.mark.gpu
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_case import assert_same_losses, built, losses
-from same_run import assert_same_run
 
 import rl_lab
 from rl_lab.orchestration.evolution import evaluate_population
 from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.training import resume
+from tests.gpu.gpu_case import assert_same_losses, built, losses
+from tests.same_run import assert_same_run
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from seeded_reward_env import STEPS, SeededReward
 
 from rl_lab.environments.make import make_env
 from rl_lab.errors import ConfigError
@@ -18,6 +17,7 @@ from rl_lab.orchestration.evolution import (
     make_rollouts,
 )
 from rl_lab.records import EarlyStop
+from tests.orchestration.seeded_reward_env import STEPS, SeededReward
 
 
 class Fixed:

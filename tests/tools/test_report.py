@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from broken_runs import BREAKAGES, break_run, write_huge_png, write_short_metrics
 from PIL import Image
 
 from rl_lab.errors import LabError
@@ -17,6 +16,7 @@ from rl_lab.tools.report import command as report
 from rl_lab.tools.report.page import LARGEST_EMBEDDED
 from rl_lab.tools.report.runs import config_differences, find_runs, load_runs, summarize
 from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION, write_manifest
+from tests.tools.broken_runs import BREAKAGES, break_run, write_huge_png, write_short_metrics
 
 MakeRun = Callable[..., Path]
 

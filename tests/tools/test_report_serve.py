@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from broken_runs import BREAKAGES, break_run, write_short_metrics
 
 from rl_lab.errors import LabError
 from rl_lab.run_folder import RunFolder
@@ -23,6 +22,7 @@ from rl_lab.tools.report import page as report_page
 from rl_lab.tools.report import serve as report_serve
 from rl_lab.tools.report.serve import LiveReport, Server, serve
 from rl_lab.tools.web_access import WebAccess
+from tests.tools.broken_runs import BREAKAGES, break_run, write_short_metrics
 
 MakeRun = Callable[..., Path]
 

@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from random_rows import changed_parts as changed_parts
 
 from rl_lab.build import assemble_workflow
 from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
+from tests.workflows.random_rows import changed_parts as changed_parts
 
 SIDE = 16
 PARTS = ("tokenizer", "world_model", "actor_critic")

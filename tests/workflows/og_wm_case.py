@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from random_rows import changed_parts as changed_parts
-from random_rows import random_columns
 
 from rl_lab.build import assemble_workflow
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import register_resolvers
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
 from rl_lab.workflows.og_wm.workflow import OriginalWorldModelsWorkflow
+from tests.workflows.random_rows import changed_parts as changed_parts
+from tests.workflows.random_rows import random_columns
 
 CAR = ActionSpec("continuous", (3,), low=(-1.0, 0.0, 0.0), high=(1.0, 1.0, 1.0))
 DISCRETE = ActionSpec("discrete", (), (2,))

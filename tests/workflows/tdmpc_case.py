@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from random_rows import changed_parts as changed_parts
-from random_rows import random_columns
 
 from rl_lab.build import assemble_workflow
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config
 from rl_lab.records import ActionSpec, ArraySpec, Batch, Spec
 from rl_lab.workflows.tdmpc.workflow import TDMPCWorkflow
+from tests.workflows.random_rows import changed_parts as changed_parts
+from tests.workflows.random_rows import random_columns
 
 CONTINUOUS = ActionSpec("continuous", (2,), low=(-1.0, -1.0), high=(1.0, 1.0))
 DISCRETE = ActionSpec("discrete", (), (3,))

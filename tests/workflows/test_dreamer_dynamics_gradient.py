@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from dreamer_case import (
+
+from rl_lab.errors import ConfigError
+from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
+from tests.workflows.dreamer_case import (
     CONTINUOUS,
     DISCRETE,
     EARLY,
@@ -19,9 +22,6 @@ from dreamer_case import (
     vector_spec,
     weights,
 )
-
-from rl_lab.errors import ConfigError
-from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 
 
 def make(gradient: str = "dynamics", **changes) -> DreamerWorkflow:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dreamer_case import (
+
+from rl_lab.components.kernels.pool_norm_silu import fold, unfold
+from rl_lab.components.kernels.reverse_scan import reverse_scan
+from rl_lab.components.nn import conv as folded_conv
+from rl_lab.components.nn.conv import convolve, fold_weight, upsample_weight
+from rl_lab.components.nn.fast_path import fast, fast_path, resolve_fast_path
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, ArraySpec, Spec
+from tests.workflows.dreamer_case import (
     CONTINUOUS,
     EARLY,
     MULTI,
@@ -15,14 +23,6 @@ from dreamer_case import (
     run_hook,
     vector_spec,
 )
-
-from rl_lab.components.kernels.pool_norm_silu import fold, unfold
-from rl_lab.components.kernels.reverse_scan import reverse_scan
-from rl_lab.components.nn import conv as folded_conv
-from rl_lab.components.nn.conv import convolve, fold_weight, upsample_weight
-from rl_lab.components.nn.fast_path import fast, fast_path, resolve_fast_path
-from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, ArraySpec, Spec
 
 
 def jittered(workflow):

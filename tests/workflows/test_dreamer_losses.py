@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from dreamer_case import make_batch, make_dreamer, run_hook
 
 from rl_lab.components.nn.categorical import unimix_probs
 from rl_lab.components.nn.moving_averages import ReturnNormalizer
@@ -16,6 +15,7 @@ from rl_lab.workflows.dreamer.losses import (
     replay_value_loss,
     total_loss,
 )
+from tests.workflows.dreamer_case import make_batch, make_dreamer, run_hook
 
 
 class FakeActor:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from dreamer_case import CONTINUOUS, DISCRETE, MULTI, dreamer_config, make_batch, vector_spec
 from omegaconf import OmegaConf
 
 import rl_lab
@@ -12,6 +11,7 @@ from rl_lab.build import assemble_workflow
 from rl_lab.components.controllers.mpc_planner import discount_weights, trajectory_values
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.records import ActMode
+from tests.workflows.dreamer_case import CONTINUOUS, DISCRETE, MULTI, dreamer_config, make_batch, vector_spec
 
 WORKFLOW = OmegaConf.load(CONFIG_FOLDER / "workflow/dreamer_mpc.yaml")
 PLANNER = {

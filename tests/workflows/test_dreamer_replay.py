@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from dreamer_case import CONTINUOUS, make_batch, make_dreamer, run_hook, vector_spec
 
 from rl_lab.components.nn.categorical import one_hot
 from rl_lab.records import ActMode, Batch
+from tests.workflows.dreamer_case import CONTINUOUS, make_batch, make_dreamer, run_hook, vector_spec
 
 
 def rows_of(columns, start, stop):

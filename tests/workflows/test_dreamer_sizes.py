@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from dreamer_case import dreamer_config
 from omegaconf import OmegaConf
 
 from rl_lab.build import instantiate
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config
 from rl_lab.records import ActionSpec, ArraySpec, Spec
+from tests.workflows.dreamer_case import dreamer_config
 
 SPEC = Spec("image", {"image": ArraySpec((3, 64, 64), "uint8")}, ActionSpec("discrete", (), (9,)))
 COUNTS = {

@@ -1,6 +1,12 @@
 import pytest
 import torch
-from dreamer_case import (
+from omegaconf import OmegaConf
+
+from rl_lab.config.checks import CONFIG_FOLDER
+from rl_lab.environments.world_model_env import ImaginedEpisodes, WorldModelEnv
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, Batch, Spec
+from tests.workflows.dreamer_case import (
     CONTINUOUS,
     DISCRETE,
     MULTI,
@@ -14,12 +20,6 @@ from dreamer_case import (
     vector_spec,
     weights,
 )
-from omegaconf import OmegaConf
-
-from rl_lab.config.checks import CONFIG_FOLDER
-from rl_lab.environments.world_model_env import ImaginedEpisodes, WorldModelEnv
-from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, Batch, Spec
 
 WORLD_MODEL = {"encoder", "rssm", "decoder", "reward_head", "continue_head"}
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from iris_case import (
+
+from rl_lab.components.dynamics.backbones import copy_state
+from rl_lab.components.nn.optim import decayed_adamw
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, Batch
+from rl_lab.workflows.iris.policy_loss import imagine
+from rl_lab.workflows.iris.workflow import accumulated_loss
+from tests.workflows.iris_case import (
     KINDS,
     PARTS,
     changed_parts,
@@ -19,13 +26,6 @@ from iris_case import (
     scalars,
     weights,
 )
-
-from rl_lab.components.dynamics.backbones import copy_state
-from rl_lab.components.nn.optim import decayed_adamw
-from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, Batch
-from rl_lab.workflows.iris.policy_loss import imagine
-from rl_lab.workflows.iris.workflow import accumulated_loss
 
 HOOKS = {f"update_{name}": name for name in PARTS}
 

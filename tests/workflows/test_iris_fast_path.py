@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from iris_case import KINDS, PARTS, make_workflow, run_hook
+
+from tests.workflows.iris_case import KINDS, PARTS, make_workflow, run_hook
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,10 +14,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from iris_case import make_workflow, run_hook
-
 from rl_lab.components.dynamics.backbones import PretrainedBackbone, copy_state
 from rl_lab.errors import ConfigError, MissingPackageError, install_line
+from tests.workflows.iris_case import make_workflow, run_hook
 
 B, T, WIDTH = 3, 9, 16
 

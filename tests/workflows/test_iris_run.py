@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from same_run import assert_same, stopped_at
 
 import rl_lab
 from rl_lab.errors import CheckpointError, LabError
 from rl_lab.tools.bench import run_benchmark
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
+from tests.same_run import assert_same, stopped_at
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false", "debug=tiny", "environment.workers=0"]
 SILENT = ["training.evaluate.every_env_steps=null", "training.report.every_env_steps=null"]

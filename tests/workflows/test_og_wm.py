@@ -1,6 +1,11 @@
 import pytest
 import torch
-from og_wm_case import (
+
+from rl_lab.config.compose import compose_config, resolve_config
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, Batch, EarlyStop
+from rl_lab.workflows.og_wm.settings import WorldModelsSettings
+from tests.workflows.og_wm_case import (
     CAR,
     DISCRETE,
     MULTI,
@@ -14,11 +19,6 @@ from og_wm_case import (
     vae_batch,
     weights,
 )
-
-from rl_lab.config.compose import compose_config, resolve_config
-from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, Batch, EarlyStop
-from rl_lab.workflows.og_wm.settings import WorldModelsSettings
 
 ACTIONS = pytest.mark.parametrize("action", [CAR, DISCRETE, MULTI], ids=lambda a: a.kind)
 

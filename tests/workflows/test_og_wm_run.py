@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,7 @@ from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.tools.evaluate import evaluate
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from same_run import assert_same_run
+from tests.same_run import assert_same_run
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 # Cheap images, a controller with h and c as memory, three short generations.

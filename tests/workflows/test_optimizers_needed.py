@@ -6,11 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dreamer_case
-import iris_case
-import og_wm_case
 import pytest
-import tdmpc_case
 import torch
 from omegaconf import OmegaConf
 
@@ -18,6 +14,7 @@ import rl_lab
 from rl_lab.build import assemble_workflow
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import ConfigError
+from tests.workflows import dreamer_case, iris_case, og_wm_case, tdmpc_case
 
 TDMPC = OmegaConf.load(CONFIG_FOLDER / "optimizers/tdmpc.yaml")
 THREE = OmegaConf.load(CONFIG_FOLDER / "optimizers/dreamer_2023.yaml")

@@ -1,5 +1,4 @@
 import torch
-from dreamer_case import CONTINUOUS, vector_spec
 from omegaconf import OmegaConf
 
 from rl_lab.build import instantiate
@@ -7,6 +6,7 @@ from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.records import ActMode
 from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
 from rl_lab.workflows.controllers import ControllerManager
+from tests.workflows.dreamer_case import CONTINUOUS, vector_spec
 
 
 def test_random_actions_and_no_hooks():

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tdmpc_case import KINDS, SEVERAL, make_batch, make_tdmpc, run_hook, task_spec
 
 from rl_lab.components.controllers.mpc_planner import repeat, trajectory_values
 from rl_lab.components.nn.fast_path import fast_path
 from rl_lab.records import ActMode
 from rl_lab.workflows.tdmpc.planning_model import LatentModel
+from tests.workflows.tdmpc_case import KINDS, SEVERAL, make_batch, make_tdmpc, run_hook, task_spec
 
 
 def observation(workflow, n, seed=0):

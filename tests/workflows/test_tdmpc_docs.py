@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from tdmpc_case import composed
 
 import rl_lab
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.tools.bench import run_benchmark
+from tests.workflows.tdmpc_case import composed
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms" / "tdmpc.md"
 

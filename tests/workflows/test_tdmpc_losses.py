@@ -62,7 +62,7 @@ def test_schedule_is_linear():
 
 
 def settings(**changes):
-    from tdmpc_case import tdmpc_config
+    from tests.workflows.tdmpc_case import tdmpc_config
 
     return TDMPCSettings.from_config(
         tdmpc_config(**{f"algorithm__{k}": v for k, v in changes.items()}).algorithm

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from same_run import assert_same_run, stopped_at
 
 import rl_lab
 from rl_lab.training import resume
+from tests.same_run import assert_same_run, stopped_at
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false", "debug=tiny", "training.total_timesteps=40"]
 QUIET += ["training.evaluate.every_env_steps=null"]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tdmpc_case import tdmpc_config
 
 from rl_lab.build import instantiate
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.records import ActionSpec, ArraySpec, Spec
+from tests.workflows.tdmpc_case import tdmpc_config
 
 # nicklashansen/tdmpc2 common/__init__.py: enc_dim, mlp_dim, latent_dim, enc layers, num_q; millions of parameters for
 # walker, and for 80 tasks with 39 observations, 6 actions and an embedding of 96.

@@ -1,6 +1,10 @@
 import pytest
 import torch
-from tdmpc_case import (
+
+from rl_lab.errors import ConfigError
+from rl_lab.records import ActMode, Batch
+from rl_lab.workflows.tdmpc.losses import td_target
+from tests.workflows.tdmpc_case import (
     CONTINUOUS,
     DISCRETE,
     KINDS,
@@ -15,10 +19,6 @@ from tdmpc_case import (
     task_spec,
     weights,
 )
-
-from rl_lab.errors import ConfigError
-from rl_lab.records import ActMode, Batch
-from rl_lab.workflows.tdmpc.losses import td_target
 
 MODEL = {"encoder", "dynamics", "reward_head", "critic"}
 

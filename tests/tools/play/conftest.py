@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from counting_model import SPEC, CountingEnv, CountingModel
 
 import rl_lab
 from rl_lab.environments.world_model_env import ImaginedEpisodes
 from rl_lab.tools.play.keyboard import DiscreteKeys
 from rl_lab.tools.play.session import Options, PlaySession
 from rl_lab.tools.play.sources import BothSource, DreamSource, EpisodesSource, RealSource
+from tests.counting_model import SPEC, CountingEnv, CountingModel
 
 KEYS = {"ArrowDown": 0, "ArrowRight": 1, "ArrowUp": 2}
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from counting_model import SHADE, SPEC, CountingEnv, CountingModel
 
 from rl_lab.buffers.offline import OfflineBuffer
 from rl_lab.errors import LabError
@@ -14,6 +13,7 @@ from rl_lab.tools.play.commands import COMMANDS, Command, parse_command
 from rl_lab.tools.play.launch import write_video
 from rl_lab.tools.play.session import NEVER, PlaySession
 from rl_lab.tools.play.sources import read_video
+from tests.counting_model import SHADE, SPEC, CountingEnv, CountingModel
 
 Make = Callable[..., PlaySession]
 

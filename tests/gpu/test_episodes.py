@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from buffer_helpers import counter_rows
-from episode_reference import add_episodes, episode_buffer, seeded
-from test_prioritized import extend, prioritized
-from test_replay_gpu import no_host_sync
 
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.records import BatchSpec
+from tests.buffers.buffer_helpers import counter_rows
+from tests.buffers.episode_reference import add_episodes, episode_buffer, seeded
+from tests.buffers.test_prioritized import extend, prioritized
+from tests.gpu.test_replay import no_host_sync
 
 pytestmark = [
     pytest.mark.gpu,

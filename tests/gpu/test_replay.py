@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from buffer_helpers import counter_buffer, counter_rows, extend, seeded
 
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.buffers.mix import BufferMix
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.records import Batch, BatchSpec
+from tests.buffers.buffer_helpers import counter_buffer, counter_rows, extend, seeded
 
 pytestmark = [
     pytest.mark.gpu,
