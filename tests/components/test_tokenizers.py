@@ -73,6 +73,20 @@ def test_encode_and_decode(kind: str, tokens: int):
         torch.testing.assert_close(seen, shown)  # the policy gets reconstructions
 
 
+def test_delta_tokenizer_initial_weights():
+    """vmicheli/delta-iris src/utils.py init_weights: N(0, 0.02), biases 0; convolutions as torch has them."""
+    torch.manual_seed(0)
+    tokenizer = DeltaTokenizer(SPEC, EMAQuantizer(vocab=16, dim=64), {}, width=8, frame_width=8)
+    for name in ("action_plane", "action_grid", "before", "after"):
+        weight = tokenizer.get_parameter(f"{name}.weight").detach()
+        deviation = 0.02 * (1.0 + 5.0 / (2 * weight.numel()) ** 0.5)  # five standard errors
+        assert 0.04 - deviation < float(weight.std()) < deviation, name
+        assert abs(float(weight.mean())) < 5 * 0.02 / weight.numel() ** 0.5, name
+    assert not tokenizer.before.bias.any() and not tokenizer.after.bias.any()
+    first = tokenizer.encoder.layers[0]  # U(±1/√fan_in)
+    assert float(first.weight.detach().std()) == pytest.approx((3 * 7 * 9) ** -0.5, rel=0.1)
+
+
 def test_codebook_changes_in_training_only():
     tokenizer, batch = make("delta"), batch_of()
     before = tokenizer.quantizer.table.clone()

@@ -15,6 +15,7 @@ from torch import nn
 from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean, weighted_losses
 from rl_lab.components.nn.optim import exempt_from_decay
 from rl_lab.components.nn.residual_conv import Downsample, ImageNorm, ImageSequential, ResidualConv, Upsample
+from rl_lab.components.nn.transformer import init_token_network
 from rl_lab.components.representation_learners.tokenizer import (
     action_count,
     frame_key,
@@ -131,6 +132,8 @@ class DeltaTokenizer(nn.Module):
         self.action_grid = nn.Embedding(actions, action_channels * self.grid**2)
         patch_width = latent * self.patch**2
         self.before, self.after = nn.Linear(patch_width, quantizer.dim), nn.Linear(quantizer.dim, patch_width)
+        for part in (self.action_plane, self.action_grid, self.before, self.after):
+            init_token_network(part)  # torch's N(0, 1) for embeddings would outweigh the frames
         self.quantizer, self.noise = quantizer, quantizer.noise
         self.losses = nn.ModuleDict(losses)
         exempt_from_decay(self)
