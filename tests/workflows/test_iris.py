@@ -10,14 +10,18 @@ import torch
 
 from rl_lab.components.dynamics.backbones import copy_state
 from rl_lab.components.nn.optim import decayed_adamw
+from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActMode, Batch
 from rl_lab.workflows.iris.policy_loss import imagine
+from rl_lab.workflows.iris.settings import IrisSettings
 from rl_lab.workflows.iris.workflow import accumulated_loss
 from tests.workflows.iris_case import (
     KINDS,
     PARTS,
+    SPEC,
     changed_parts,
+    composed,
     hook_batch,
     hook_noise,
     make_batch,
@@ -91,10 +95,10 @@ def test_frames_after_imagined_end_are_marked(workflow):
         model_noise=noise["model"],
         autocast=workflow.autocast,
     )
-    horizon = workflow.settings.imagination_horizon
-    assert dream.frames.shape == (2, horizon, 3, 16, 16)
-    assert dream.ended[0].tolist() == [False, True, False]
-    assert dream.alive[0].tolist() == [True, False, False]
+    frames = workflow.settings.imagined_frames
+    assert dream.frames.shape == (2, frames, 3, 16, 16)
+    assert dream.ended[0].tolist() == [False, True, *[False] * (frames - 2)]
+    assert dream.alive[0].tolist() == [True, *[False] * (frames - 1)]
     assert dream.alive[1].all() and not dream.ended[1].any()
     assert float(dream.frames.min()) >= 0.0 and float(dream.frames.max()) <= 1.0
 
@@ -116,6 +120,49 @@ def test_mask_ended():
 
     assert torch.equal(loss("delta_iris", 1), loss("delta_iris", 2))
     assert not torch.equal(loss("iris", 1), loss("iris", 2))
+
+
+PRESETS = {  # experiment -> blocks of the world model, frames that are imagined, steps that are trained on
+    "iris_atari100k": (20, 20, 19),
+    "delta_iris_atari100k": (26, 21, 20),
+    "delta_iris_crafter": (21, 16, 15),
+}
+
+
+@pytest.mark.parametrize("experiment", PRESETS)
+def test_published_horizons(experiment):
+    """actor_critic.py: IRIS drops the last of 20 steps; Δ-IRIS trains on 20 (15), the next frame bootstraps."""
+    blocks, frames, trained = PRESETS[experiment]
+    config = resolve_config(compose_config([f"experiment={experiment}"]), SPEC)
+    settings = IrisSettings.from_config(config.algorithm)
+    assert settings.imagination_horizon == (15 if "crafter" in experiment else 20)
+    assert (settings.imagined_frames, settings.imagined_frames - 1) == (frames, trained)
+    assert config.components.world_model.blocks == blocks
+    if "delta" in experiment:  # burn-in frames, the start and every action fill the context exactly
+        assert settings.actor_critic.batch_length + 1 + trained == blocks
+
+
+@pytest.mark.parametrize(("kind", "trained"), [("iris", 2), ("delta_iris", 3)])
+def test_trained_steps_of_imagination(kind, trained):
+    """With imagination_horizon 3 the return of the last trained step is its reward and the next frame's value."""
+    workflow = make_workflow(kind)
+    returned = []
+
+    def record(reward, cont, value):
+        returned.append((reward, cont, value, workflow.return_computer(reward, cont, value)))
+        return returned[-1][3]
+
+    workflow.policy_loss.returns = record
+    run_hook(workflow, "update_actor_critic")
+    reward, cont, value, result = returned[0]
+    assert result.shape == (2, trained) and reward.shape == (2, trained + 1)
+    torch.testing.assert_close(result[:, -1], reward[:, -1] + cont[:, -1] * value[:, -1])
+
+
+def test_saved_runs_keep_their_horizon():
+    """Configs of runs that were saved before the setting existed train on one step less, as they did."""
+    algorithm = {k: v for k, v in composed("delta_iris").algorithm.items() if k != "bootstrap_frame"}
+    assert IrisSettings.from_config(algorithm).imagined_frames == algorithm["imagination_horizon"]
 
 
 def test_terminal_start_has_no_loss(workflow):

@@ -57,6 +57,7 @@ class IrisSettings:
     world_model: PartSettings
     actor_critic: PartSettings
     imagination_horizon: int
+    bootstrap_frame: bool  # whether one more frame is imagined, whose value bootstraps
     discount: float
     entropy: float
     mask_ended: bool
@@ -68,14 +69,15 @@ class IrisSettings:
 
     @classmethod
     def from_config(cls, algorithm: Mapping[str, Any]) -> IrisSettings:
-        # Runs saved before this setting existed used float32.
-        algorithm = {"policy_precision": "float32", **algorithm}
+        # What runs did that were saved before these settings existed.
+        algorithm = {"policy_precision": "float32", "bootstrap_frame": False, **algorithm}
         require_all(cls, algorithm, "iris")
         names = ("tokenizer", "world_model", "actor_critic")
         parts = {name: PartSettings.from_config(name, algorithm[name]) for name in names}
         settings = cls(
             **parts,
             imagination_horizon=int(algorithm["imagination_horizon"]),
+            bootstrap_frame=bool(algorithm["bootstrap_frame"]),
             discount=float(algorithm["discount"]),
             entropy=float(algorithm["entropy"]),
             mask_ended=bool(algorithm["mask_ended"]),
@@ -85,8 +87,15 @@ class IrisSettings:
             model_precision=str(algorithm["model_precision"]),
             policy_precision=str(algorithm["policy_precision"]),
         )
-        if settings.imagination_horizon < 2:
+        if settings.imagined_frames < 2:
+            least = 2 - settings.bootstrap_frame
             raise ConfigError(
-                "algorithm.imagination_horizon must be at least 2: the last frame is only used to bootstrap"
+                f"algorithm.imagination_horizon must be at least {least}: the last frame is only used to "
+                "bootstrap"
             )
         return settings
+
+    @property
+    def imagined_frames(self) -> int:
+        """Frames of an imagined trajectory, with the real one it starts from; the last only bootstraps."""
+        return self.imagination_horizon + self.bootstrap_frame

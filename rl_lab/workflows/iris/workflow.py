@@ -107,7 +107,7 @@ class IrisActing(WorldModelWorkflow):
                 f"has {model.blocks} blocks: increase components.world_model.blocks"
             )
         burn_in = 1 if model.context == 1 else s.actor_critic.batch_length + 1
-        if burn_in + s.imagination_horizon - 1 > model.blocks:
+        if burn_in + s.imagined_frames - 1 > model.blocks:
             raise ConfigError(
                 f"algorithm.imagination_horizon is {s.imagination_horizon} after {burn_in} observed frames, "
                 f"but the world model has {model.blocks} blocks: "
@@ -300,11 +300,11 @@ class IrisWorkflow(IrisActing):
         """The hook of the world model is first, because `report` gets a batch of the first hook."""
         s = self.settings
         codes, seeds = self.tokenizer.noise, self.world_model.seeds
-        size, horizon = s.actor_critic.batch_size, s.imagination_horizon
+        size, frames = s.actor_critic.batch_size, s.imagined_frames
         policy = self.actor_critic.policy
         imagination = {
-            "action": NoiseSpec((size, horizon, *policy.noise_shape), policy.noise_kind),
-            "model": NoiseSpec((size, horizon - 1, self.world_model.step_noise)),
+            "action": NoiseSpec((size, frames, *policy.noise_shape), policy.noise_kind),
+            "model": NoiseSpec((size, frames - 1, self.world_model.step_noise)),
         }
         return {
             "update_world_model": Hook(
