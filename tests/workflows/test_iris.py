@@ -225,17 +225,39 @@ def test_grad_acc_steps_divides_batch_size():
     assert changed_parts(before, weights(workflow)) == {"world_model"}
 
 
-def test_weight_decay_only_on_matrices():
-    workflow = make_workflow("delta_iris")
-    groups = workflow.optimizers["world_model"].param_groups
-    named = {id(p): name for name, p in workflow.world_model.named_parameters()}
+def decays(workflow: Any, part: str) -> dict[str, float]:
+    """Weight decay by the parameter's name."""
+    named = {id(p): name for name, p in getattr(workflow, part).named_parameters()}
+    groups = workflow.optimizers[part].param_groups
     rates = {named[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
     assert set(rates) == set(named.values())
-    for name, rate in rates.items():
-        spared = "bias" in name or "norm" in name or "table" in name or rate == 0.0
-        assert (rate == 0.0) == spared, name
-    assert rates["backbone.blocks.0.mlp.0.weight"] == rates["frame_net.layers.0.weight"] == 0.01
-    assert rates["token_table.weight"] == rates["backbone.norm.weight"] == 0.0
+    return rates
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "world_model"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_decay_only_on_linear_layers(kind, part):
+    """vmicheli/delta-iris configure_optimizer exempts LayerNorm, Embedding, Conv2d, GroupNorm and biases."""
+    workflow = make_workflow(kind, "algorithm.weight_decay.tokenizer=0.01")
+    rates = decays(workflow, part)
+    linear = {
+        f"{name}.weight"
+        for name, module in getattr(workflow, part).named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert linear and {name for name, rate in rates.items() if rate == 0.01} == linear
+    assert {rate for name, rate in rates.items() if name not in linear} == {0.0}
+    if kind == "delta_iris":
+        assert rates["frame_net.layers.0.weight"] == 0.0
+
+
+def test_saved_runs_keep_their_decay():
+    """Without the key `decay_convolutions`, groups are those of the optimizer state of saved runs."""
+    world_model = make_workflow("delta_iris").world_model
+    optimizer = decayed_adamw(world_model.parameters(), lr=1.0, weight_decay=0.01)
+    decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert id(world_model.frame_net.layers[0].weight) in decayed
+    assert id(world_model.frame_net.layers[0].bias) not in decayed
     assert len(decayed_adamw([torch.nn.Parameter(torch.zeros(2))], lr=1.0).param_groups) == 1
 
 

@@ -253,20 +253,38 @@ def _laprop_kernel(
 
 
 def exempt_from_decay(module: nn.Module) -> None:
-    """Mark biases, norms and embedding tables, which `decayed_adamw` does not decay (minGPT's groups)."""
+    """Mark biases, norms and embedding tables, which `decayed_adamw` does not decay (minGPT's groups).
+
+    Weights of convolutions get a mark of their own, because IRIS and Δ-IRIS treat them differently.
+    """
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             table = isinstance(part, nn.Embedding | nn.LayerNorm | nn.GroupNorm)
             if table or "bias" in name or parameter.ndim < 2:
                 parameter.no_decay = True  # type: ignore[attr-defined]
+            elif isinstance(part, nn.Conv2d):
+                parameter.of_convolution = True  # type: ignore[attr-defined]
 
 
 def decayed_adamw(
-    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float = 0.0, **options: Any
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    decay_convolutions: bool = True,
+    **options: Any,
 ) -> torch.optim.AdamW:
-    """AdamW in two parameter groups: no weight decay for those marked by `exempt_from_decay`."""
+    """AdamW in two parameter groups: no weight decay for those marked by `exempt_from_decay`.
+
+    decay_convolutions: False exempts their weights too. The default is that of saved runs without this key,
+                        whose optimizer state has these groups
+    """
+
+    def is_exempt(parameter: nn.Parameter) -> bool:
+        convolution = getattr(parameter, "of_convolution", False) and not decay_convolutions
+        return convolution or getattr(parameter, "no_decay", False)
+
     listed = list(parameters)
-    decayed = [p for p in listed if not getattr(p, "no_decay", False)]
-    exempt = [p for p in listed if getattr(p, "no_decay", False)]
+    decayed, exempt = [p for p in listed if not is_exempt(p)], [p for p in listed if is_exempt(p)]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, **options)
