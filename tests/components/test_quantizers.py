@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -55,8 +57,8 @@ def test_ema_codes_follow_vectors():
     vectors = torch.tensor([[3.0, 0.3], [2.0, 0.5], [0.0, 9.0]])
     tokens = quantizer(vectors).tokens
     assert tokens.tolist() == [0, 0, 1]
-    quantizer.learn(vectors, tokens, torch.tensor([True, True, False]), torch.zeros(2))
-    mean = F.normalize(vectors[:2], dim=-1).mean(0)
+    quantizer.learn(vectors, tokens, torch.tensor([True, True, False]), torch.zeros(5))
+    mean = F.normalize(F.normalize(vectors[:2], dim=-1).mean(0), dim=-1)
     expected = F.normalize(0.9 * torch.tensor([1.0, 0.0]) + 0.1 * mean, dim=-1)
     torch.testing.assert_close(quantizer.table[0], expected)
     assert quantizer.table[1].tolist() == [0.0, 1.0]  # its only vector was masked
@@ -64,11 +66,22 @@ def test_ema_codes_follow_vectors():
     assert int(quantizer.updates) == 1
 
 
+def test_ema_wide_clusters_move_codes_as_fast():
+    """Worked by hand: vectors at 0° and 90° have the mean direction 45°, whatever the length of their mean."""
+    quantizer = EMAQuantizer(vocab=2, dim=2, code_rate=0.5)
+    quantizer.table.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    wide = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    quantizer.learn(wide, torch.tensor([0, 0]), torch.tensor([True, True]), torch.zeros(4))
+    half = math.radians(22.5)  # half of the way from 0° to 45°
+    torch.testing.assert_close(quantizer.table[0], torch.tensor([math.cos(half), math.sin(half)]))
+    assert quantizer.table[1].tolist() == [-1.0, 0.0]
+
+
 def collapse(quantizer: EMAQuantizer, updates: int, codes: int = 1) -> None:
     """All vectors are assigned to a few codes."""
     tokens, mask = torch.arange(64) % codes, torch.ones(64, dtype=torch.bool)
     for _ in range(updates):
-        quantizer.learn(quantizer.table[tokens], tokens, mask, torch.rand(quantizer.vocab))
+        quantizer.learn(quantizer.table[tokens], tokens, mask, torch.rand(quantizer.noise_size(64)))
 
 
 def test_dead_codes_are_revived():
@@ -76,12 +89,78 @@ def test_dead_codes_are_revived():
     vocab = 64
     quantizer = EMAQuantizer(vocab=vocab, dim=4, usage_rate=0.5, revive_updates=1000)
     dead = quantizer.table[1:].clone()
-    collapse(quantizer, 12)
+    collapse(quantizer, 3)
     assert float(entropy_bits(quantizer.usage)) < 4.0  # log2(64) - 2
-    assert not torch.allclose(quantizer.table[1:], dead)
+    torch.testing.assert_close(
+        quantizer.table[1:], dead
+    )  # their usage, (1/8) / vocab, is not below (1/10) / vocab
+    collapse(quantizer, 1)
     torch.testing.assert_close(
         quantizer.table[1:], quantizer.table[:1].expand(vocab - 1, 4), atol=1e-5, rtol=1e-5
     )
+
+
+def learned_by_loop(quantizer, vectors, tokens, mask, noise):
+    """Table and usage after one update, one code and one vector at a time."""
+    vocab, rate = quantizer.vocab, quantizer.usage_rate
+    table, usage = [list(row) for row in quantizer.table.tolist()], quantizer.usage.tolist()
+    real = [n for n in range(len(tokens)) if mask[n]]
+    unit = F.normalize(vectors, dim=-1)
+    for code in range(vocab):
+        mine = [n for n in real if int(tokens[n]) == code]
+        usage[code] = rate * usage[code] + (1.0 - rate) * len(mine) / len(real)
+        if mine:
+            mean = F.normalize(sum(unit[n] for n in mine) / len(mine), dim=-1)
+            old = quantizer.table[code]
+            moved = quantizer.code_rate * old + (1.0 - quantizer.code_rate) * mean
+            table[code] = F.normalize(moved, dim=-1).tolist()
+    bits = -sum(share * math.log2(share) for share in usage if share > 0.0)
+    allowed = bits < 1.0 or int(quantizer.updates) < quantizer.revive_updates
+    if allowed and bits < math.log2(vocab) - 2.0:
+        expired = [code for code in range(vocab) if usage[code] < 0.1 / vocab]
+        expired.sort(key=lambda code: float(noise[len(tokens) + code]))
+        real.sort(key=lambda n: float(noise[n]))
+        for code, n in zip(expired, real):  # the shorter list ends it
+            table[code], usage[code] = unit[n].tolist(), 1.0 / vocab
+    return torch.tensor(table), torch.tensor(usage)
+
+
+@pytest.mark.parametrize("count", [100, 20], ids=["more vectors than codes", "fewer vectors than codes"])
+def test_learning_equals_plain_loop(count: int):
+    generator = torch.Generator().manual_seed(0)
+    quantizer = EMAQuantizer(vocab=64, dim=4, usage_rate=0.3, revive_updates=4)
+    for update in range(6):
+        vectors = torch.randn(count, 4, generator=generator)
+        tokens = torch.randint(5, (count,), generator=generator)  # five codes: entropy below four bits
+        mask = torch.rand(count, generator=generator) < 0.7
+        noise = torch.rand(quantizer.noise_size(count), generator=generator)
+        table, usage = learned_by_loop(quantizer, vectors, tokens, mask, noise)
+        quantizer.learn(vectors, tokens, mask, noise)
+        torch.testing.assert_close(quantizer.table, table)
+        torch.testing.assert_close(quantizer.usage, usage)
+        assert int(quantizer.updates) == update + 1
+
+
+def test_revived_codes_are_different_vectors():
+    quantizer = EMAQuantizer(vocab=16, dim=3, usage_rate=0.0, revive_updates=10)
+    vectors = F.normalize(torch.randn(40, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
+    noise = torch.rand(quantizer.noise_size(40), generator=torch.Generator().manual_seed(1))
+    quantizer.learn(vectors, torch.zeros(40, dtype=torch.int64), torch.ones(40, dtype=torch.bool), noise)
+    places = [int((vectors - code).abs().sum(-1).argmin()) for code in quantizer.table[1:]]
+    torch.testing.assert_close(quantizer.table[1:], vectors[places])
+    assert len(set(places)) == 15
+
+
+def test_usage_of_revived_codes_is_reset():
+    """Worked by hand: with a new usage of 1/vocab a code is not replaced again in the next update."""
+    quantizer = EMAQuantizer(vocab=16, dim=2, usage_rate=0.5, revive_updates=100)
+    quantizer.usage.copy_(torch.tensor([1.0] + [0.0] * 15))
+    collapse(quantizer, 1)
+    assert quantizer.usage.tolist() == [1.0] + [1.0 / 16] * 15
+    revived = quantizer.table[1:].clone()
+    collapse(quantizer, 3)  # usage 1/128, not below 1/160
+    assert quantizer.usage.tolist() == [1.0] + [1.0 / 128] * 15
+    torch.testing.assert_close(quantizer.table[1:], revived)
 
 
 def test_revival_ends():
@@ -92,18 +171,22 @@ def test_revival_ends():
     assert 1.0 < float(entropy_bits(quantizer.usage)) < 4.0
     assert float(quantizer.usage[4:].max()) < 0.1 / 64
     torch.testing.assert_close(quantizer.table[4:], before)
-    collapse(quantizer, 12)  # below one bit revival is always allowed
-    assert float(entropy_bits(quantizer.usage)) < 1.0
+    quantizer.usage.copy_(torch.tensor([1.0] + [0.0] * 63))
+    collapse(quantizer, 1)  # below one bit revival is always allowed
     assert not torch.allclose(quantizer.table[4:], before)
 
 
 def test_revival_ignores_masked_vectors():
     torch.manual_seed(0)
     quantizer = EMAQuantizer(vocab=16, dim=2, usage_rate=0.0, revive_updates=10)
+    before = quantizer.table[1:].clone()
     vectors = torch.tensor([[0.0, 1.0]] * 5 + [[1.0, 0.0]] * 3)
     mask = torch.tensor([False] * 5 + [True] * 3)
-    quantizer.learn(vectors, torch.zeros(8, dtype=torch.int64), mask, torch.rand(16))
-    torch.testing.assert_close(quantizer.table[1:], torch.tensor([[1.0, 0.0]]).expand(15, 2))
+    quantizer.learn(vectors, torch.zeros(8, dtype=torch.int64), mask, torch.rand(quantizer.noise_size(8)))
+    revived = quantizer.usage[1:] == 1.0 / 16
+    assert int(revived.sum()) == 3  # three vectors for 15 expired codes
+    torch.testing.assert_close(quantizer.table[1:][revived], torch.tensor([[1.0, 0.0]]).expand(3, 2))
+    torch.testing.assert_close(quantizer.table[1:][~revived], before[~revived])
 
 
 def test_fsq_codes_are_one_to_one():

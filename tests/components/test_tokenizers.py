@@ -90,10 +90,10 @@ def test_delta_tokenizer_initial_weights():
 def test_codebook_changes_in_training_only():
     tokenizer, batch = make("delta"), batch_of()
     before = tokenizer.quantizer.table.clone()
-    tokenizer.compute_loss(batch, torch.rand(16), learn=False)
+    tokenizer.compute_loss(batch, torch.rand(tokenizer.noise_size(2, 3)), learn=False)
     tokenizer.encode(*(to_frames(batch.obs["image"][:, t]) for t in (1, 0)), batch.action[:, 0])
     assert torch.equal(tokenizer.quantizer.table, before)
-    tokenizer.compute_loss(batch, torch.rand(16))
+    tokenizer.compute_loss(batch, torch.rand(tokenizer.noise_size(2, 3)))
     assert not torch.equal(tokenizer.quantizer.table, before)
 
 
@@ -106,7 +106,7 @@ def test_tokenizer_learns_images(kind: str):
     optimizer = torch.optim.Adam(tokenizer.parameters(), 3e-3)
     errors = []
     for _ in range(60):
-        loss, metrics = tokenizer.compute_loss(batch, torch.rand(16))
+        loss, metrics = tokenizer.compute_loss(batch, torch.rand(tokenizer.noise_size(2, 3)))
         optimizer.zero_grad()
         loss.loss_total.backward()
         optimizer.step()

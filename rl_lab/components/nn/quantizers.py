@@ -32,7 +32,9 @@ class Quantizer(Protocol):
 
     vocab: int
     dim: int  # width of the vectors
-    noise: int  # number of uniform random values that `learn` takes
+
+    def noise_size(self, vectors: int) -> int:
+        """Number of uniform random values that `learn` takes for M vectors; 0: nothing to learn without gradients."""
 
     def __call__(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
         """vectors: (M, D); mask: (M,) bool, vectors that count in the metrics."""
@@ -66,19 +68,25 @@ def entropy_bits(shares: torch.Tensor) -> torch.Tensor:
     return -(shares * shares.clamp(min=1e-10).log2()).sum()
 
 
+def _shuffled(first: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """A permutation (N,): the places where `first` (N,) is True in random order, then the others."""
+    return torch.argsort(noise + 2.0 * ~first, stable=True)
+
+
 class VectorQuantizer(nn.Module):
     """Learned codebook, Euclidean distance, straight-through gradients (van den Oord et al. 2017; IRIS).
 
     commitment: weight of the loss that moves vectors to their codes: 1 in IRIS, 0.25 in van den Oord et al.
     """
 
-    noise = 0
-
     def __init__(self, *, vocab: int, dim: int, commitment: float = 1.0) -> None:
         super().__init__()
         self.vocab, self.dim, self.commitment = vocab, dim, commitment
         self.codes = nn.Embedding(vocab, dim)
         nn.init.uniform_(self.codes.weight, -1.0 / vocab, 1.0 / vocab)
+
+    def noise_size(self, vectors: int) -> int:
+        return 0
 
     def forward(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
         with torch.autocast(vectors.device.type, enabled=False):
@@ -105,15 +113,16 @@ class VectorQuantizer(nn.Module):
 class EMAQuantizer(nn.Module):
     """Codebook on the unit sphere with cosine similarity (Δ-IRIS). It is a buffer: no gradient, no optimizer.
 
-    Each code is a moving average of the vectors assigned to it. Values of vmicheli/delta-iris: commitment
-    0.02, code_rate 0.99, usage_rate 0.98.
+    Each code is a moving average of the normalized means of the vectors assigned to it. Values of
+    vmicheli/delta-iris: commitment 0.02, code_rate 0.99, usage_rate 0.98.
 
     Revival: while the entropy of the usage is below log2(vocab) - 2 bits, codes with a usage below
-    1 / (10 · vocab) are replaced by vectors of the batch; after `revive_updates` updates only below 1 bit.
+    1 / (10 · vocab) are replaced by different vectors of the batch, and their usage becomes 1 / vocab; after
+    `revive_updates` updates only below 1 bit.
     """
 
     table: torch.Tensor  # (vocab, dim), unit length
-    usage: torch.Tensor  # (vocab,) frequencies, sum 1
+    usage: torch.Tensor  # (vocab,) moving averages of the frequencies; revival adds to their sum of 1
     updates: torch.Tensor  # 0-d int64
 
     def __init__(
@@ -127,12 +136,15 @@ class EMAQuantizer(nn.Module):
         revive_updates: int = 0,
     ) -> None:
         super().__init__()
-        self.vocab, self.dim, self.noise = vocab, dim, vocab
+        self.vocab, self.dim = vocab, dim
         self.commitment, self.code_rate, self.usage_rate = commitment, code_rate, usage_rate
         self.revive_updates = revive_updates
         self.register_buffer("table", F.normalize(torch.randn(vocab, dim), dim=-1))
         self.register_buffer("usage", torch.full((vocab,), 1.0 / vocab))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    def noise_size(self, vectors: int) -> int:
+        return vectors + self.vocab
 
     def forward(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
         with torch.autocast(vectors.device.type, enabled=False):
@@ -159,23 +171,30 @@ class EMAQuantizer(nn.Module):
     def learn(
         self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
     ) -> None:
-        """vectors: (M, dim) as passed to `forward`, tokens (M,), mask (M,) bool, noise (vocab,) uniform."""
+        """vectors: (M, dim) as passed to `forward`, tokens (M,), mask (M,) bool, noise (M + vocab,) uniform."""
         with torch.autocast(vectors.device.type, enabled=False):
             vectors = F.normalize(vectors.float(), dim=-1)
             chosen, shares = code_shares(tokens, self.vocab, mask)
             count = chosen.sum(0)
-            means = chosen.t() @ vectors / count.clamp(min=1.0).unsqueeze(-1)
+            means = F.normalize(chosen.t() @ vectors, dim=-1)  # the sum has the direction of the mean
             moved = F.normalize(torch.lerp(means, self.table, self.code_rate), dim=-1)
             table = torch.where(count.unsqueeze(-1) > 0, moved, self.table)
             usage = torch.lerp(shares, self.usage, self.usage_rate)
             bits = entropy_bits(usage)
             allowed = (self.updates < self.revive_updates) | (bits < 1.0)
-            revive = allowed & (bits < math.log2(self.vocab) - 2.0) & (usage < self._rare)
-            # A random unmasked vector of the batch: masked ones are sorted to the end and never picked.
-            order = torch.argsort(~mask, stable=True)
-            pick = (noise * mask.sum()).long().clamp(max=len(mask) - 1)
-            self.table.copy_(torch.where(revive.unsqueeze(-1), vectors[order[pick]], table))
-            self.usage.copy_(usage)
+            expired = allowed & (bits < math.log2(self.vocab) - 2.0) & (usage < self._rare)
+            # Expired codes in random order get the unmasked vectors in random order, one each.
+            vector_order, code_order = (
+                _shuffled(mask, noise[: len(mask)]),
+                _shuffled(expired, noise[len(mask) :]),
+            )
+            rank = torch.empty_like(code_order).scatter_(
+                0, code_order, torch.arange(self.vocab, device=code_order.device)
+            )
+            revive = expired & (rank < mask.sum())
+            picked = vectors[vector_order[rank.clamp(max=len(mask) - 1)]]
+            self.table.copy_(torch.where(revive.unsqueeze(-1), picked, table))
+            self.usage.copy_(torch.where(revive, 1.0 / self.vocab, usage))
             self.updates.add_(1)
 
 
@@ -187,7 +206,6 @@ class FSQ(nn.Module):
     levels: number of values of each dimension; their product is the number of codes ([8, 8, 8]: 512)
     """
 
-    noise = 0
     levels: torch.Tensor
     basis: torch.Tensor
 
@@ -199,6 +217,9 @@ class FSQ(nn.Module):
         self.register_buffer("levels", torch.tensor(levels), persistent=False)
         basis = [math.prod(levels[:i]) for i in range(len(levels))]
         self.register_buffer("basis", torch.tensor(basis), persistent=False)
+
+    def noise_size(self, vectors: int) -> int:
+        return 0
 
     def forward(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
         with torch.autocast(vectors.device.type, enabled=False):

@@ -134,9 +134,12 @@ class DeltaTokenizer(nn.Module):
         self.before, self.after = nn.Linear(patch_width, quantizer.dim), nn.Linear(quantizer.dim, patch_width)
         for part in (self.action_plane, self.action_grid, self.before, self.after):
             init_token_network(part)  # torch's N(0, 1) for embeddings would outweigh the frames
-        self.quantizer, self.noise = quantizer, quantizer.noise
+        self.quantizer = quantizer
         self.losses = nn.ModuleDict(losses)
         exempt_from_decay(self)
+
+    def noise_size(self, sequences: int, rows: int) -> int:
+        return self.quantizer.noise_size(sequences * (rows - 1) * self.num_tokens)
 
     def _vectors(self, frame: torch.Tensor, previous: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """-> (M · tokens, quantizer.dim)."""
@@ -188,7 +191,7 @@ class DeltaTokenizer(nn.Module):
     def compute_loss(
         self, batch: Batch, noise: torch.Tensor | None = None, *, learn: bool = True
     ) -> tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]:
-        """Loss over pairs of consecutive valid rows (B, T). noise: (…, self.noise) uniform, for `learn`."""
+        """Loss over pairs of consecutive valid rows (B, T). noise: (…, noise_size) uniform, for `learn`."""
         frames = to_frames(batch.obs[self.key])
         previous, following = frames[:, :-1].flatten(0, 1), frames[:, 1:].flatten(0, 1)
         action = batch.action[:, :-1].flatten()
@@ -204,11 +207,9 @@ class DeltaTokenizer(nn.Module):
         reconstruction = self._reconstruct(codes, self.frame_features(previous), action)
         losses = weighted_losses(self.losses, reconstruction, following, mask)
         losses["quantizer"] = masked_mean(quantized.loss, token_mask)
-        if learn and self.noise:
+        if learn and self.quantizer.noise_size(len(vectors)):
             assert noise is not None
-            self.quantizer.learn(
-                vectors.detach(), quantized.tokens, token_mask, noise.flatten()[: self.noise]
-            )
+            self.quantizer.learn(vectors.detach(), quantized.tokens, token_mask, noise.flatten())
         with torch.no_grad():
             error = masked_mean((reconstruction - following).square(), mask)
         return LossWithIntermediateLosses.of(**losses), {"pixel_error": error, **quantized.metrics}

@@ -31,7 +31,9 @@ class Tokenizer(Protocol):
     num_tokens: int  # per frame
     vocab: int
     contextual: bool
-    noise: int  # number of uniform random values that a training step takes
+
+    def noise_size(self, sequences: int, rows: int) -> int:
+        """Number of uniform random values that `compute_loss` takes for a batch of this shape."""
 
     def encode(
         self, frame: torch.Tensor, previous: torch.Tensor | None = None, action: torch.Tensor | None = None
@@ -217,9 +219,12 @@ class FrameTokenizer(nn.Module):
         self.encoder = IrisEncoder(**shape, latent=latent, attention=attention)
         self.decoder = IrisDecoder(**shape, latent=latent, attention=attention)
         self.before, self.after = nn.Linear(latent, quantizer.dim), nn.Linear(quantizer.dim, latent)
-        self.quantizer, self.noise = quantizer, quantizer.noise
+        self.quantizer = quantizer
         self.losses = nn.ModuleDict(losses)
         exempt_from_decay(self)
+
+    def noise_size(self, sequences: int, rows: int) -> int:
+        return self.quantizer.noise_size(sequences * rows * self.num_tokens)
 
     def _vectors(self, frame: torch.Tensor) -> torch.Tensor:
         """(M, C, H, W) -> (M · tokens, quantizer.dim)."""
@@ -255,7 +260,7 @@ class FrameTokenizer(nn.Module):
     def compute_loss(
         self, batch: Batch, noise: torch.Tensor | None = None, *, learn: bool = True
     ) -> tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]:
-        """Loss over all valid rows (B, T) of a batch. noise: (…, self.noise) uniform, for `learn`."""
+        """Loss over all valid rows (B, T) of a batch. noise: (…, noise_size) uniform, for `learn`."""
         frames = to_frames(batch.obs[self.key].flatten(0, 1))
         mask = batch.mask.flatten() if batch.mask is not None else None
         token_mask = mask.repeat_interleave(self.num_tokens) if mask is not None else None
@@ -264,10 +269,10 @@ class FrameTokenizer(nn.Module):
         reconstruction = self._reconstruct(quantized.vectors.unflatten(0, (-1, self.num_tokens)))
         losses = weighted_losses(self.losses, reconstruction, frames, mask)
         losses["quantizer"] = masked_mean(quantized.loss, token_mask)
-        if learn and self.noise:
+        if learn and self.quantizer.noise_size(len(vectors)):
             assert noise is not None
             valid = torch.ones_like(quantized.tokens, dtype=torch.bool) if token_mask is None else token_mask
-            self.quantizer.learn(vectors.detach(), quantized.tokens, valid, noise.flatten()[: self.noise])
+            self.quantizer.learn(vectors.detach(), quantized.tokens, valid, noise.flatten())
         with torch.no_grad():
             error = masked_mean((reconstruction - frames).square(), mask)
         return LossWithIntermediateLosses.of(**losses), {"pixel_error": error, **quantized.metrics}

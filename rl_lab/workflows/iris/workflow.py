@@ -299,7 +299,8 @@ class IrisWorkflow(IrisActing):
     def hooks(self) -> dict[str, Hook]:
         """The hook of the world model is first, because `report` gets a batch of the first hook."""
         s = self.settings
-        codes, seeds = self.tokenizer.noise, self.world_model.seeds
+        part, seeds = s.tokenizer, self.world_model.seeds
+        codes = self.tokenizer.noise_size(part.batch_size // part.grad_acc_steps, part.batch_length)
         size, frames = s.actor_critic.batch_size, s.imagined_frames
         policy = self.actor_critic.policy
         imagination = {
