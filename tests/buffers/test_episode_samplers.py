@@ -131,6 +131,44 @@ def test_alpha_0_is_uniform_over_episodes(tmp_path: Path) -> None:
     assert close_to(found, expected)
 
 
+def test_prefer_late(tmp_path: Path) -> None:
+    """stops = min(L, t + 1 + U{0 … 5}) for t in U{0 … L-1}; L is the number of actions of the episode."""
+    buffer = filled(tmp_path, [10], episodes=(EpisodeCountSampler, {"prefer_late": True}))
+    spec = BatchSpec(size=64, length=6, boundary="pad", pad="left", sampler="episodes")
+    # Row 9 has the end and no action. Worked by hand for last rows 0 … 8, of 9 × 6 pairs: 5 is as in uniform
+    # sampling, early ones rarer, and the last one is 3.5 times as likely.
+    pairs = {0: 1, 1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 6, 7: 6, 8: 21}
+    assert sum(pairs.values()) == 54
+    found = draw(buffer, spec, 100)
+    assert close_to(found, {row - 5: count / 54 for row, count in pairs.items()})
+    batch = buffer.sample(spec, generator=seeded())
+    assert batch.mask[:, -1].all() and not batch.terminated[:, -1].any()
+
+
+def test_prefer_late_in_open_and_shortest_episodes(tmp_path: Path) -> None:
+    buffer = filled(tmp_path, [1], episodes=(EpisodeCountSampler, {"prefer_late": True, "alpha": 0.0}))
+    add_episodes(buffer, [3], end=False)
+    spec = BatchSpec(size=64, length=2, boundary="pad", pad="left", sampler="episodes")
+    # The first has one row. Of the open one, which starts at position 1, every row can be the last: 1 of 6
+    # pairs, 2 of 6, and 3 of 6.
+    expected = {-1: 1 / 2, 0: 1 / 12, 1: 2 / 12, 2: 3 / 12}
+    assert close_to(draw(buffer, spec, 50), expected)
+
+
+@pytest.mark.parametrize(("boundary", "pad"), [("pad", "both"), ("pad", "right"), ("within", "right")])
+def test_prefer_late_needs_left_padding(tmp_path: Path, boundary: str, pad: str) -> None:
+    spec = BatchSpec(size=16, length=4, boundary=boundary, pad=pad, sampler="episodes")
+    plain, late = (
+        draw(
+            filled(tmp_path / str(on), episodes=(EpisodeCountSampler, {"prefer_late": on})),
+            spec,
+            5,
+        )
+        for on in (False, True)
+    )
+    assert plain == late
+
+
 def test_new_episodes_catch_up(tmp_path: Path) -> None:
     buffer = filled(tmp_path, episodes=(EpisodeCountSampler, {"alpha": 5.0}))
     draw(buffer, COUNTED, 50)

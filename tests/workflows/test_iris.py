@@ -142,6 +142,15 @@ def test_published_horizons(experiment):
         assert settings.actor_critic.batch_length + 1 + trained == blocks
 
 
+@pytest.mark.parametrize("experiment", PRESETS)
+def test_imagination_starts(experiment):
+    """vmicheli/delta-iris src/data/sampler.py prefers late rows; eloialonso/iris src/dataset.py does not."""
+    config = resolve_config(compose_config([f"experiment={experiment}"]), SPEC)
+    name = config.algorithm.actor_critic.sampler.partition(":")[0]
+    assert config.buffers.replay.samplers[name].get("prefer_late", False) == ("delta" in experiment)
+    assert config.algorithm.actor_critic.pad == "left"
+
+
 @pytest.mark.parametrize(("kind", "trained"), [("iris", 2), ("delta_iris", 3)])
 def test_trained_steps_of_imagination(kind, trained):
     """With imagination_horizon 3 the return of the last trained step is its reward and the next frame's value."""

@@ -60,6 +60,14 @@ class Episodes:
         """Return the rows (K,) of episodes (K,)."""
         return self.facts_of(episodes)[2]
 
+    def acted_rows(self, episodes: np.ndarray) -> np.ndarray:
+        """As `rows`, without the last row of an episode that ended, in which no action was taken; at least 1."""
+        table, rows = self.table, self.rows(episodes)
+        stored = episodes >= table.first
+        ended = np.zeros(len(episodes), dtype=bool)
+        ended[stored] = table.ended()[episodes[stored] - table.first]
+        return np.maximum(rows - ended, 1)
+
     def at(self, stream: int, position: int) -> int | None:
         """Return the episode that has a row at this position, or None."""
         if stream < self.unfinished.num_streams and self.with_open:
@@ -236,6 +244,16 @@ class Window:
         choices = self.choices(rows)
         return self.begin(np.minimum((uniforms * choices).astype(np.int64), choices - 1), generator)
 
+    def pick_late(self, rows: np.ndarray, generator: torch.Generator) -> np.ndarray:
+        """As `pick` with padding on the left, but late rows are preferred as last rows.
+
+        The last row is a uniform row plus 0 to length - 1, at most the episode's last row.
+        """
+        uniforms = torch.rand(len(rows), dtype=torch.float64, generator=generator).numpy()
+        row = np.minimum((uniforms * rows).astype(np.int64), rows - 1)
+        later = torch.randint(self._rows, (len(rows),), generator=generator).numpy()
+        return np.minimum(row + later, rows - 1) - (self._rows - 1)
+
 
 class OnlineEpisodes:
     """Draws new sequences first, each once and oldest first, and fills the batch with uniform draws."""
@@ -345,12 +363,20 @@ class EpisodeCountSampler:
     separate counts. It increases after each batch, by one for each of its sequences. With alpha 0 all
     episodes are equally likely.
 
-    alpha:      Δ-IRIS uses 5 for Crafter and 1 for Atari (vmicheli/delta-iris config/params)
-    uncounted:  number of first batches that are not counted; Δ-IRIS counts from its second epoch
+    alpha:       Δ-IRIS uses 5 for Crafter and 1 for Atari (vmicheli/delta-iris config/params)
+    uncounted:   number of first batches that are not counted; Δ-IRIS counts from its second epoch
+    prefer_late: for sequences with padding on the left: the last row is a uniform row plus 0 to length - 1, at
+                 most the last in which an action was taken (vmicheli/delta-iris src/data/sampler.py)
     """
 
     def __init__(
-        self, episodes: Episodes, spec: BatchSpec, *, alpha: float = 1.0, uncounted: int = 0
+        self,
+        episodes: Episodes,
+        spec: BatchSpec,
+        *,
+        alpha: float = 1.0,
+        uncounted: int = 0,
+        prefer_late: bool = False,
     ) -> None:
         require_one_episode(spec)
         if alpha < 0 or uncounted < 0:
@@ -361,6 +387,7 @@ class EpisodeCountSampler:
         self._uniform = UniformEpisodes(episodes, spec)
         self._window = self._uniform.window
         self._alpha, self._uncounted = float(alpha), int(uncounted)
+        self._prefer_late = bool(prefer_late) and spec.boundary == "pad" and spec.pad == "left"
         unfinished = episodes.unfinished
         self.counts = episodes.counts.setdefault(
             spec.sampler, EpisodeCounts(episodes.table, unfinished.num_streams)
@@ -385,7 +412,10 @@ class EpisodeCountSampler:
         sums = np.cumsum(probabilities)
         values = torch.rand(count, dtype=torch.float64, generator=generator).numpy() * sums[-1]
         drawn = episodes[np.searchsorted(sums, np.minimum(values, np.nextafter(sums[-1], 0)), side="right")]
-        begin = self._window.pick(self._episodes.rows(drawn), generator)
+        if self._prefer_late:
+            begin = self._window.pick_late(self._episodes.acted_rows(drawn), generator)
+        else:
+            begin = self._window.pick(self._episodes.rows(drawn), generator)
         self._drawn = drawn if self.counts.batches >= self._uncounted else drawn[:0]
         self.counts.add(self._drawn)
         self.counts.batches += 1
