@@ -135,6 +135,23 @@ def test_trunk_precision(trunk, on: bool):
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in network.trunk.parameters())
 
 
+def first_input(trunk: torch.nn.Module, frames: torch.Tensor) -> torch.Tensor:
+    """What the first convolution of a trunk gets."""
+    seen: list[torch.Tensor] = []
+    convolution = next(part for part in trunk.modules() if isinstance(part, torch.nn.Conv2d))
+    convolution.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    trunk(frames)
+    return seen[0]
+
+
+def test_pixels_of_policy():
+    """IRIS maps them to [-1, 1] (actor_critic.py), Δ-IRIS keeps [0, 1] (cnn_lstm_actor_critic.py)."""
+    frames = torch.rand(2, 3, 16, 16)
+    assert torch.equal(first_input(ResidualTrunk(SPEC, width=8, centered=False), frames), frames)
+    for trunk in (PoolTrunk(SPEC, channels=(4, 8)), ResidualTrunk(SPEC, width=8)):
+        assert torch.equal(first_input(trunk, frames), 2.0 * frames - 1.0)
+
+
 def test_side_stream_on_cpu():
     for on in (False, True):
         with fast_path(on):

@@ -309,6 +309,10 @@ def test_acting_uses_only_given_generator(workflow):
     assert set(seen) == {"value", "entropy"} and seen["value"].shape == (2,)
 
 
+def test_policy_sees_pixels_as_the_original():
+    assert make_workflow("delta_iris").actor_critic.trunk.centered is False
+
+
 def test_acting_memory_equals_burn_in(workflow):
     """The policy memory in the environment equals the memory after burn-in."""
     batch = make_batch(2, 4)

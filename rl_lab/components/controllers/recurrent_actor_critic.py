@@ -132,7 +132,10 @@ class PoolTrunk(nn.Module):
 
 
 class ResidualTrunk(nn.Module):
-    """The residual network that Δ-IRIS applies to frames."""
+    """The residual network that Δ-IRIS applies to frames.
+
+    centered: map pixels to [-1, 1] first. Δ-IRIS does not; True is for saved runs without this key
+    """
 
     def __init__(
         self,
@@ -142,9 +145,11 @@ class ResidualTrunk(nn.Module):
         latent: int = 16,
         widths: Sequence[int] = WIDTHS,
         halve: Sequence[bool] = HALVE,
+        centered: bool = True,
     ) -> None:
         super().__init__()
         channels, side = frame_shape(spec)
+        self.centered = centered
         self.net = FrameEncoder(
             channels=channels, latent=latent, width=width, widths=tuple(widths), halve=tuple(halve)
         )
@@ -152,4 +157,4 @@ class ResidualTrunk(nn.Module):
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """(M, C, H, W) -> (M, width)."""
-        return self.net(frames * 2.0 - 1.0).flatten(1)
+        return self.net(frames * 2.0 - 1.0 if self.centered else frames).flatten(1)
