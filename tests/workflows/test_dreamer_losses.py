@@ -66,6 +66,7 @@ def test_actor_critic_losses_by_hand():
     assert torch.allclose(losses["critic"], torch.tensor([[0.9, 0.45]]) * advantage)
     assert metrics["return_scale"].item() == 1.0
     assert metrics["value_rise"].item() == 20.0
+    assert metrics["reward_share"].item() == 1.0  # of the two steps, without the start
 
 
 def test_replay_value_loss_by_hand():
@@ -120,6 +121,17 @@ def test_kl_losses_stop_gradients():
     grads = torch.autograd.grad(losses["representation"].sum(), [a, b], allow_unused=True)
     assert grads[0].abs().sum() > 0
     assert grads[1] is None or grads[1].abs().sum() == 0
+
+
+def test_reward_share_of_replay():
+    workflow = make_dreamer()
+    batch = make_batch(workflow)
+    batch.reward[:] = 0.0
+    batch.reward[0, -2:] = torch.tensor([1.0, -1.0])  # the mean is 0
+    metrics = run_hook(workflow, "update", batch=batch).metrics
+    assert metrics["reward_share"].item() == pytest.approx(
+        2 / (workflow.settings.batch_size * workflow.settings.batch_length)  # without context rows
+    )
 
 
 def test_every_loss_needs_a_scale():

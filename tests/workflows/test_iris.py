@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from rl_lab.components.dynamics.backbones import copy_state
+from rl_lab.components.nn.losses import reward_share
 from rl_lab.components.nn.optim import decayed_adamw
 from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.errors import ConfigError
@@ -172,6 +174,30 @@ def test_saved_runs_keep_their_horizon():
     """Configs of runs that were saved before the setting existed train on one step less, as they did."""
     algorithm = {k: v for k, v in composed("delta_iris").algorithm.items() if k != "bootstrap_frame"}
     assert IrisSettings.from_config(algorithm).imagined_frames == algorithm["imagination_horizon"]
+
+
+def test_reward_shares():
+    """The share counts rewards of both signs, of real steps only; the mean of +1 and -1 is 0."""
+    assert float(reward_share(torch.tensor([1.0, -1.0, 0.0, 0.04]))) == 0.5
+    assert float(reward_share(torch.tensor([[1.0, -1.0, 0.0]]), torch.tensor([[False, True, True]]))) == 0.5
+    workflow = make_workflow("delta_iris")
+    batch = hook_batch(workflow, "update_world_model")
+    batch.reward[:] = 0.0
+    batch.reward[0, 1:3] = torch.tensor([1.0, -1.0])
+    taken = int((batch.mask[:, :-1] & batch.mask[:, 1:]).sum())
+    metrics = run_hook(workflow, "update_world_model", batch=batch).metrics
+    assert float(metrics["reward_share"]) == pytest.approx(2 / taken)
+    kept = workflow.world_model.advance
+
+    def advance(*arguments):
+        state, outcome = kept(*arguments)
+        sign = torch.tensor([1.0, -1.0])
+        return state, replace(outcome, reward=sign, ended=torch.zeros(2, dtype=torch.bool))
+
+    workflow.world_model.advance = advance
+    batch = make_batch(2, 3)
+    metrics = run_hook(workflow, "update_actor_critic", batch=batch).metrics
+    assert float(metrics["reward_share"]) == 1.0 and float(metrics["reward_mean"]) == 0.0
 
 
 def test_terminal_start_has_no_loss(workflow):

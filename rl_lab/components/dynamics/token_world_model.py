@@ -18,7 +18,7 @@ from rl_lab.components.dynamics.backbones import State
 from rl_lab.components.kernels.sampling import sample_logits
 from rl_lab.components.nn.categorical import sample_index
 from rl_lab.components.nn.fast_path import SideStream
-from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean
+from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean, reward_share
 from rl_lab.components.nn.optim import exempt_from_decay
 from rl_lab.components.nn.transformer import init_token_network
 from rl_lab.components.nn.two_hot import SymlogTwoHot
@@ -177,7 +177,11 @@ class TokenWorldModel(nn.Module):
         }
         with torch.no_grad():
             right = (logits.argmax(-1) == tokens).float()
-            metrics = {"token_accuracy": masked_mean(right, token_mask), "real_steps": mask.float().mean()}
+            metrics = {
+                "token_accuracy": masked_mean(right, token_mask),
+                "real_steps": mask.float().mean(),
+                "reward_share": reward_share(reward, mask),
+            }
         return LossWithIntermediateLosses.of(**{k: v * self.weights[k] for k, v in means.items()}), metrics
 
     # ---------------------------------------------------------------- imagination

@@ -37,6 +37,14 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor
     return (values * weight).sum() / weight.sum().clamp(min=1.0)
 
 
+NO_REWARD = 0.05  # in absolute value; a predicted mean of rewards is never exactly 0
+
+
+def reward_share(reward: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Share of steps with a reward, positive or negative; the same measure for stored and imagined rewards."""
+    return masked_mean((reward.detach().abs() >= NO_REWARD).float(), mask)
+
+
 # --- Reconstruction losses ---
 
 

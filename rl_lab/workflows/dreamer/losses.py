@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_lab.components.nn.categorical import entropy, kl_divergence
+from rl_lab.components.nn.losses import reward_share
 
 Losses = dict[str, torch.Tensor]
 
@@ -120,6 +121,7 @@ def actor_critic_losses(
         "value_rise": (rollouts.value[:, -1] - rollouts.value[:, 0]).detach().mean(),
         "advantage_size": advantage.detach().abs().mean(),
         "reward_mean": rollouts.reward.detach().mean(),
+        "reward_share": reward_share(rollouts.reward[:, 1:]),
         "alive_mean": weight.mean(),
     }
     return losses, metrics

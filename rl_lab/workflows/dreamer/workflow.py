@@ -18,6 +18,7 @@ import torch
 
 from rl_lab.components.nn.categorical import one_hot
 from rl_lab.components.nn.fast_path import SideStream, fast, fast_path, resolve_fast_path
+from rl_lab.components.nn.losses import reward_share
 from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
 from rl_lab.components.nn.training_step import (
     AverageGradients,
@@ -366,7 +367,7 @@ class DreamerWorkflow(DreamerActing):
             "continue": self.continue_head.loss(self.continue_head(feature), alive),
             **kl,
         }
-        return mean_losses(losses), metrics
+        return mean_losses(losses), {**metrics, "reward_share": reward_share(batch.reward[:, context:])}
 
     def _imagine_rollouts(self, states: State, noise: Tensors) -> ImaginedRollouts:
         """Imagined rollouts from the last `starts` states of each sequence, with their λ-returns."""

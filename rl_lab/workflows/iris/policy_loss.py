@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rl_lab.components.nn.fast_path import SideStream
-from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean
+from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean, reward_share
 from rl_lab.components.representation_learners.tokenizer import to_frames
 from rl_lab.records import Batch
 
@@ -122,6 +122,7 @@ class ImaginedPolicyLoss:
                 "return_mean": masked_mean(returns, mask),
                 "value_mean": masked_mean(target[:, :-1], mask),
                 "reward_mean": masked_mean(imagined.reward[:, 1:], mask),
+                "reward_share": reward_share(imagined.reward[:, 1:], mask),
                 "policy_entropy": masked_mean(entropy, mask),
                 "ended": imagined.ended.any(1).float().mean(),
             }
