@@ -149,6 +149,8 @@ def serve(
 def make_server(app: ASGIApp) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
+        # Not uvicorn's own config: it would close the handlers that other packages gave to `logging`.
+        log_config=None,
         log_level="error",
         ws="auto",
         ws_max_size=64 * 1024,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import socket
 import threading
 import time
@@ -331,3 +332,11 @@ def test_port_in_use():
     with pytest.raises(LabError, match="cannot serve on"):
         bind("127.0.0.1", taken.getsockname()[1])
     taken.close()
+
+
+def test_server_leaves_logging_alone() -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.close = lambda: stream.close()  # type: ignore[method-assign]
+    make_server(lambda scope, receive, send: None)  # type: ignore[arg-type,return-value]
+    assert not stream.closed and logging.getLogger("uvicorn.error").level == logging.ERROR
