@@ -126,6 +126,7 @@ def build_run(
     _check_phases(
         phases, workflow, {**dict(components.items()), **dict(controllers.items())}, buffers, config
     )
+    _check_temperatures(workflow, training, phases)
     total = int(training.total_timesteps) if training.total_timesteps else None
     scheduler = PhaseScheduler(phases, total_timesteps=total, is_ready=storage.ready)
     runners = {
@@ -168,6 +169,7 @@ def build_run(
             seed=seed,
             eval_episodes=int(training.evaluate.episodes),
             eval_sample=bool(training.evaluate.sample),
+            eval_temperature=eval_temperature(training),
             eval_video=bool(training.evaluate.video),
             on_nonfinite=_choice("training.on_nonfinite", training.on_nonfinite, ("stop", "continue")),
             on_save_failure=_choice(
@@ -188,7 +190,16 @@ def build_run(
 
 
 def build_cadences(training: DictConfig) -> Cadences:
-    known = {*EVERY_KEYS, "keep", "keep_weights", "epoch_weights", "episodes", "sample", "video"}
+    known = {
+        *EVERY_KEYS,
+        "keep",
+        "keep_weights",
+        "epoch_weights",
+        "episodes",
+        "sample",
+        "temperature",
+        "video",
+    }
     cadences = {}
     for name in ("log", "evaluate", "report", "checkpoint"):
         node = _plain(training[name]) or {}
@@ -197,6 +208,37 @@ def build_cadences(training: DictConfig) -> Cadences:
     epochs = training.checkpoint.get("epoch_weights")
     cadences["epoch_weights"] = Every.from_config({"every_cycles": epochs or None})
     return Cadences(**cadences)
+
+
+def eval_temperature(training: DictConfig) -> float:
+    """`training.evaluate.temperature`; 1 for runs that were saved before it existed."""
+    return float(training.evaluate.get("temperature", 1.0))
+
+
+def check_temperature(workflow: Any, path: str, temperature: float) -> None:
+    """Raise ConfigError for a temperature that the workflow's `act` would ignore."""
+    if temperature != 1.0 and not getattr(workflow, "has_temperature", False):
+        raise ConfigError(
+            f"{path} must be 1, not {temperature}: {type(workflow).__name__} has no policy that samples at a "
+            "temperature"
+        )
+
+
+def _check_temperatures(workflow: Any, training: DictConfig, phases: list[PhaseDefinition]) -> None:
+    collect = _plain(training.get("collect")) or {}
+    reject_unknown("training.collect", collect, {"temperature"})
+    check_temperature(workflow, "training.collect.temperature", float(collect.get("temperature", 1.0)))
+    evaluate = eval_temperature(training)
+    check_temperature(workflow, "training.evaluate.temperature", evaluate)
+    if evaluate != 1.0 and not training.evaluate.sample:
+        raise ConfigError(
+            f"training.evaluate.temperature is {evaluate}, but actions are not sampled: "
+            "set training.evaluate.sample=true"
+        )
+    for phase in phases:
+        for use in phase.hooks:
+            temperature = float(use.options.get("temperature", 1.0))
+            check_temperature(workflow, f"phase '{phase.name}': collect.temperature", temperature)
 
 
 def _check_phases(

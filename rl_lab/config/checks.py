@@ -87,7 +87,7 @@ RULES: dict[str, Rule] = {
     "training.prefetch": integer(0, "auto"),
     "training.threads": integer(1),
     "training.resume_path": PATH,
-    **{f"training.{name}": SECTION for name in ("log", "evaluate", "report", "checkpoint")},
+    **{f"training.{name}": SECTION for name in ("log", "collect", "evaluate", "report", "checkpoint")},
     **{
         f"training.{name}.every_{counter}": EVERY
         for name in ("log", "evaluate", "report", "checkpoint")
@@ -95,6 +95,8 @@ RULES: dict[str, Rule] = {
     },
     "training.evaluate.episodes": integer(1),
     "training.evaluate.sample": FLAG,
+    "training.evaluate.temperature": positive(),
+    "training.collect.temperature": positive(),
     "training.evaluate.video": FLAG,
     "training.checkpoint.keep": integer(1),
     "training.checkpoint.keep_weights": integer(-1),

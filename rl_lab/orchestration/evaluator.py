@@ -51,6 +51,7 @@ class Evaluator:
         episodes: int,
         label: int | str = 0,  # same seed and label: same episodes
         sample: bool = False,
+        temperature: float = 1.0,  # of sampled actions
         video: bool = False,
         max_frames: int = 1000,
         on_rows: Callable[[Mapping[str, Any]], None] | None = None,
@@ -75,7 +76,7 @@ class Evaluator:
                 if video and not finished[0] and len(evaluation.frames) < max_frames:
                     collector.receive()
                     evaluation.frames.append(environment.frame())
-                result = collector.step(policy, ActMode(sample=sample))
+                result = collector.step(policy, ActMode(sample=sample, temperature=temperature))
                 if on_rows and result.trajectory:
                     on_rows(result.trajectory)
                 for episode in collector.tracker.drain():

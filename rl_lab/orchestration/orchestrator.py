@@ -41,6 +41,7 @@ class Settings:
     seed: int = 0
     eval_episodes: int = 10
     eval_sample: bool = False
+    eval_temperature: float = 1.0
     eval_video: bool = False
     on_nonfinite: str = "stop"  # stop | continue
     on_save_failure: str = "continue"  # stop | continue
@@ -256,6 +257,7 @@ class Orchestrator:
             episodes=episodes or self.settings.eval_episodes,
             label=step,
             sample=self.settings.eval_sample,
+            temperature=self.settings.eval_temperature,
             video=self.settings.eval_video,
             on_rows=held_out.add if held_out is not None else None,
         )

@@ -29,7 +29,7 @@ _PHASE_KEYS = {
 _PHASE_KEYS |= {"set", "freeze"}
 _RATIO_KEYS = {"updates_per_env_step", "replayed_steps_per_env_step"}
 _HOOK_KEYS = {"repeat", "max_burst"} | _RATIO_KEYS | set(EVERY_KEYS)
-_COLLECT_KEYS = {"repeat", "env_steps", "policy"}
+_COLLECT_KEYS = {"repeat", "env_steps", "policy", "temperature"}
 _EVALUATE_KEYS = set(EVERY_KEYS) | {"repeat", "episodes"}
 
 
@@ -189,6 +189,9 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str) -> HookUse:
     rates = [key for key in ("repeat", "env_steps", *_RATIO_KEYS) if node.get(key) is not None]
     if len(rates) + bool(every) > 1:
         raise ConfigError(f"{where} has {' and '.join(sorted(key for key in node))}: set only one of them")
+    temperature = node.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
+        raise ConfigError(f"{where}: temperature must be a number above 0, not {temperature!r}")
     return HookUse(
         name=name,
         kind=kind,
@@ -197,7 +200,7 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str) -> HookUse:
         updates_per_env_step=_ratio(where, node, hooks.get(name)),
         max_burst=_count(where, "max_burst", node.get("max_burst")) or DEFAULT_MAX_BURST,
         every=every,  # type: ignore[arg-type]
-        options={key: node[key] for key in ("policy", "episodes") if key in node},
+        options={key: node[key] for key in ("policy", "temperature", "episodes") if key in node},
     )
 
 

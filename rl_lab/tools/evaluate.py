@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take the most likely action (default: training.evaluate.sample of the run's config)",
     )
     parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="of sampled actions (default: training.evaluate.temperature of the run's config)",
+    )
+    parser.add_argument(
         "--env",
         action="append",
         default=[],
@@ -83,16 +89,19 @@ def main(args: argparse.Namespace) -> int:
         seed=args.seed,
         checkpoint=args.checkpoint,
         sample=args.sample,
+        temperature=args.temperature,
         device=args.device,
         video=args.video,
         json_file=args.json,
         csv_file=args.csv,
         environment=parse_changes(args.env),
     )
-    how = "sampled" if result["sample"] else "deterministic"
+    how = "sampled actions" if result["sample"] else "deterministic actions"
+    if result["sample"] and result["temperature"] != 1.0:
+        how += f" at temperature {result['temperature']:g}"
     title = (
         f"{result['experiment']} at step {result['step']:,}: {result['task']} over {result['episodes']} episodes, "
-        f"{how} actions"
+        f"{how}"
     )
     print_table(
         table(result),
@@ -118,6 +127,7 @@ def evaluate(
     seed: int = 0,
     checkpoint: str = "last",
     sample: bool | None = None,  # None: training.evaluate.sample of the run's config
+    temperature: float | None = None,  # None: training.evaluate.temperature of the run's config
     device: str = "auto",
     video: bool = False,
     json_file: str | None = None,
@@ -128,7 +138,7 @@ def evaluate(
     from omegaconf import OmegaConf
 
     from rl_lab.agent import load_agent
-    from rl_lab.build import build_evaluator
+    from rl_lab.build import build_evaluator, check_temperature, eval_temperature
     from rl_lab.environments.make import env_config_options, env_factory
     from rl_lab.run_folder import find_run, output_root
     from rl_lab.tools.published import Task
@@ -142,6 +152,14 @@ def evaluate(
     agent = load_agent(run or folder.path, checkpoint=checkpoint, device=device)
     if sample is None:
         sample = bool(agent.config.training.evaluate.sample)
+    if temperature is None:
+        temperature = eval_temperature(agent.config.training)
+    else:
+        if not sample:
+            raise ConfigError(f"--temperature {temperature:g} needs sampled actions: add --sample")
+        if not 0.0 < temperature < float("inf"):
+            raise ConfigError(f"--temperature must be above 0, not {temperature:g}")
+        check_temperature(agent.workflow, "--temperature", temperature)
     plain: Any = OmegaConf.to_container(agent.config)
     changes = dict(environment or {}) | ({"num_envs": envs} if envs else {})
     options = {**env_config_options(plain["environment"], evaluation=True), **changes}
@@ -164,6 +182,7 @@ def evaluate(
             episodes=episodes,
             label=f"command {seed}",
             sample=sample,
+            temperature=temperature,
             on_rows=on_rows,
             on_episode=lambda episode: progress.step(f"return {episode.episode_return:.1f}"),
         )
@@ -179,6 +198,7 @@ def evaluate(
         "num_envs": num_envs,
         "seed": seed,
         "sample": sample,
+        "temperature": temperature,
         "environment": dict(changes),
         **summary(evaluation.episodes, task, seed),
     }

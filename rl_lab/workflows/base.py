@@ -40,6 +40,8 @@ class WorldModelWorkflow(ABC):
 
     # Config paths that a phase's `set:` may change; the workflow reads them with `phase_value`.
     phase_settings: tuple[str, ...] = ()
+    # Whether `act` samples at `ActMode.temperature`. If not, a config with another temperature than 1 is refused.
+    has_temperature = False
 
     def __init__(self) -> None:
         self.context: WorkflowContext | None = None
@@ -110,10 +112,19 @@ class WorldModelWorkflow(ABC):
     def collect_mode(self, phase: PhaseConfig) -> ActMode:
         """Exploration during collection; the Collector sets the generator.
 
-        A phase with `collect: {policy: random}` takes uniformly random actions (epsilon 1).
+        A phase with `collect: {policy: random}` takes uniformly random actions (epsilon 1). The temperature is
+        that of the phase's `collect`, or else `training.collect.temperature`.
         """
-        policy = phase.get("collect", {}).get("policy", "agent")
-        return ActMode(sample=True, epsilon=1.0 if policy == "random" else 0.0)
+        collect = phase.get("collect", {})
+        temperature = collect.get("temperature")
+        if temperature is None and self.context is not None:
+            # Runs saved before this setting existed have none.
+            temperature = self.context.config.training.get("collect", {}).get("temperature")
+        return ActMode(
+            sample=True,
+            temperature=1.0 if temperature is None else float(temperature),
+            epsilon=1.0 if collect.get("policy", "agent") == "random" else 0.0,
+        )
 
     def imagine(self, *, horizon: int, **kwargs: Any) -> Imagined:
         """An imagined rollout of `horizon` steps."""

@@ -47,6 +47,14 @@ def test_short_and_long_hook_forms():
     assert phase.freeze == ("encoder",)
 
 
+def test_temperature_of_collect():
+    (phase,) = parse("[{name: a, workflow_hooks: [{collect: {temperature: 0.5}}]}]")
+    assert phase.hooks[0].options == {"temperature": 0.5}
+    for value in ("0", "-1", "true", "hot"):
+        with pytest.raises(ConfigError, match=r"hook 'collect': temperature must be a number above 0"):
+            parse(f"[{{name: a, workflow_hooks: [{{collect: {{temperature: {value}}}}}]}}]")
+
+
 def test_groups_are_expanded():
     phases = parse("""
         - {name: start, duration_steps: 5, workflow_hooks: [collect]}

@@ -73,6 +73,28 @@ def test_table_json_csv_and_videos(run: Path, capsys):
     assert "IQM" in printed and "deterministic" in printed and "is not deterministic" not in printed
 
 
+def test_temperature(run: Path, tmp_path: Path, capsys):
+    def returns(*words: str) -> list[float]:
+        target = ["--json", str(tmp_path / "a.json"), "--no-video", "--episodes", "6"]
+        assert main(["eval", str(run), *words, *target]) == 0
+        return json.loads((tmp_path / "a.json").read_text())["returns"]
+
+    plain = returns("--sample")
+    assert returns("--sample", "--temperature", "1") == plain
+    capsys.readouterr()
+    assert returns("--sample", "--temperature", "0.001") != plain
+    assert json.loads((tmp_path / "a.json").read_text())["temperature"] == 0.001
+    assert "sampled actions at temperature 0.001" in capsys.readouterr().out
+    cold = evaluate(run, episodes=6, sample=True, temperature=0.001, json_file=str(tmp_path / "b.json"))
+    assert cold["returns"] == returns("--sample", "--temperature", "0.001")
+    for words, message in (
+        (["--deterministic", "--temperature", "0.5"], "needs sampled actions: add --sample"),
+        (["--sample", "--temperature", "0"], "must be above 0"),
+    ):
+        assert main(["eval", str(run), *words, "--no-video"]) == 1
+        assert message in capsys.readouterr().err
+
+
 def test_any_checkpoint(run: Path, tmp_path: Path):
     steps = sorted(
         int(file.stem.removeprefix("step_").partition(".")[0])

@@ -68,6 +68,8 @@ PLAN = "plan"  # key of the planner's memory in the policy state
 class DreamerMPCWorkflow(DreamerWorkflow):
     """DreamerWorkflow with one more controller, `planner`, that chooses the actions."""
 
+    has_temperature = False
+
     def _bind_context(self, context: WorkflowContext) -> None:
         super()._bind_context(context)
         self.planner = context.controller("planner", "plan", "noise", "memory")

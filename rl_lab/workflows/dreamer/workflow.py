@@ -70,6 +70,8 @@ class DreamerActing(WorldModelWorkflow):
     Components encoder, rssm, decoder, reward_head, continue_head, return_computer; controllers actor, critic.
     """
 
+    has_temperature = True
+
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
         self.device = torch.device(context.device)

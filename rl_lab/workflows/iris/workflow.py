@@ -12,6 +12,7 @@ The config selects the algorithm by its parts and values: configs/experiment/iri
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -62,6 +63,7 @@ class IrisActing(WorldModelWorkflow):
     Components tokenizer, world_model, return_computer; controller actor_critic.
     """
 
+    has_temperature = True
     dream_flush = 20  # frames, as in eloialonso/iris when a person plays
 
     def _bind_context(self, context: WorkflowContext) -> None:
@@ -121,7 +123,7 @@ class IrisActing(WorldModelWorkflow):
 
     def collect_mode(self, phase: PhaseConfig) -> ActMode:
         mode = super().collect_mode(phase)
-        return mode if mode.epsilon else ActMode(epsilon=self.settings.collect_epsilon)
+        return mode if mode.epsilon else replace(mode, epsilon=self.settings.collect_epsilon)
 
     @torch.no_grad()
     def act(
