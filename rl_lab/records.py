@@ -134,6 +134,7 @@ class BatchSpec:
               "pad"    sequences start (pad="right") or end (pad="left") at any row and stop at the episode
                        boundary; rows beyond it are zero, with `mask` False. pad="both" places the window at
                        random around any row (buffers/episodes only).
+    least:    real rows that a padded sequence has at least; 2: every sequence has a transition.
     sampler:  "uniform", "online" (new sequences first, then uniform), or another sampler of the buffer; the
               part after a colon names the consumer whose counts it uses ("episodes:world_model").
     keys:     columns to fetch; None fetches all.
@@ -146,10 +147,16 @@ class BatchSpec:
     pad: Literal["right", "left", "both"] = "right"
     sampler: str = "uniform"
     keys: tuple[str, ...] | None = None
+    least: int = 1
 
     @property
     def rows(self) -> int:
         return self.context + self.length
+
+    @property
+    def stored_rows(self) -> int:
+        """Stored rows that a sequence needs: all of them, or `least` if the rest is padded."""
+        return self.least if self.boundary == "pad" else self.rows
 
     @property
     def replayed_steps(self) -> int:

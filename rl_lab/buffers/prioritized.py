@@ -155,13 +155,14 @@ class PrioritizedSampler:
     """
 
     def __init__(self, ring: Ring, spec: BatchSpec, *, priorities: torch.Tensor, beta: float) -> None:
-        if spec.boundary == "pad":
+        if spec.boundary == "pad" and (spec.pad != "right" or spec.least <= spec.context):
             raise ConfigError(
-                "sampler 'prioritized' does not pad sequences: use boundary 'within' or 'cross'"
+                "sampler 'prioritized' pads only on the right, behind the context: "
+                f"use pad 'right' and least {spec.context + 1} or more"
             )
         self._ring = ring
-        self._rows, self._context = spec.rows, spec.context
-        self._within = spec.boundary == "within"
+        self._needed, self._context = spec.stored_rows, spec.context
+        self._one_episode = spec.boundary != "cross"
         self._uniform = UniformSampler(ring, spec)
         self._priorities = priorities
         self._beta = beta
@@ -195,17 +196,17 @@ class PrioritizedSampler:
         """Nothing to undo: a draw changes no state."""
 
     def on_add(self, position: int) -> None:
-        """Remove the start whose first row was replaced, and add the start whose last row is `position`."""
+        """Remove the start whose first row was replaced; add the one whose last needed row is `position`."""
         ring = self._ring
         replaced = position - ring.capacity
         if replaced >= ring.first:
             self._set_all_streams(replaced + self._context, np.zeros(ring.num_streams, dtype=bool))
-        start = position - self._rows + 1
+        start = position - self._needed + 1
         if start >= ring.oldest:
             fits = np.ones(ring.num_streams, dtype=bool)
-            if self._within:
+            if self._one_episode:
                 fits = ring.unbroken(
-                    np.arange(ring.num_streams), np.full(ring.num_streams, start), self._rows
+                    np.arange(ring.num_streams), np.full(ring.num_streams, start), self._needed
                 )
             self._set_all_streams(start + self._context, fits)
 
@@ -228,11 +229,10 @@ class PrioritizedSampler:
         """Recompute all weights from the ring and the column."""
         ring = self._ring
         fits = np.zeros((ring.num_streams, ring.capacity), dtype=bool)
-        start = np.arange(ring.oldest, ring.cursor - self._rows + 1)
+        start = np.arange(ring.oldest, ring.cursor - self._needed + 1)
         slot = (start + self._context) % ring.capacity
-        fits[:, slot] = (
-            ring.age[:, (start + self._rows - 1) % ring.capacity] >= self._rows - 1 if self._within else True
-        )
+        last = (start + self._needed - 1) % ring.capacity
+        fits[:, slot] = ring.age[:, last] >= self._needed - 1 if self._one_episode else True
         mask = to_device(torch.from_numpy(fits), self._priorities.device)
         weights = torch.where(mask, self._priorities, 0.0).view(-1)
         if self._tree is not None:

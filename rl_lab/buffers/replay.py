@@ -35,6 +35,7 @@ from rl_lab.buffers.ring import (
     choose_files,
     choose_storage,
     row_bytes,
+    same_episode,
     to_device,
 )
 from rl_lab.buffers.samplers import (
@@ -206,9 +207,9 @@ class ReplayBuffer:
         if self.ready(spec):
             return ""
         held = f"the buffer holds {self.ring.stored} rows per environment"
-        if spec.boundary == "within" and self.ring.stored >= spec.rows:
-            return f"{held}, but no episode in it has the {spec.rows} rows that a sequence needs"
-        return f"{held}, and a sequence needs {1 if spec.boundary == 'pad' else spec.rows}"
+        if spec.boundary != "cross" and self.ring.stored >= spec.stored_rows:
+            return f"{held}, but no episode in it has the {spec.stored_rows} rows that a sequence needs"
+        return f"{held}, and a sequence needs {spec.stored_rows}"
 
     def make_batch(self, spec: BatchSpec, *, device: torch.device | str | None = None) -> Batch:
         """Return an empty batch for `sample(out=…)`. device: None is the training device
@@ -251,9 +252,14 @@ class ReplayBuffer:
         index = self._columns.locate(stream, position, spec.rows, out.index)
         flat_mask = None
         if out.mask is not None:
-            anchor = 0 if spec.pad == "right" else spec.rows - 1
-            mask = self.ring.episode_mask(stream, position, spec.rows, anchor)
-            out.mask.copy_(to_device(torch.from_numpy(mask), self.storage_device))
+            if isinstance(position, torch.Tensor):  # drawn on the device, where `ring.age` is not
+                first = torch.empty_like(out.mask)
+                self._columns.gather("is_first", index, first)
+                out.mask.copy_(same_episode(first, position, self.ring.cursor))
+            else:
+                anchor = 0 if spec.pad == "right" else spec.rows - 1
+                mask = self.ring.episode_mask(stream, position, spec.rows, anchor)
+                out.mask.copy_(to_device(torch.from_numpy(mask), self.storage_device))
             flat_mask = out.mask.view(-1)
         for name, value in out.columns.items():
             self._columns.gather(name, index, value, flat_mask)

@@ -104,6 +104,17 @@ class Ring:
         return self.age[:, last % self.capacity] >= rows - 1
 
 
+def same_episode(is_first: torch.Tensor, position: torch.Tensor, cursor: int) -> torch.Tensor:
+    """`Ring.episode_mask` with the anchor 0 from stored rows, on any device.
+
+    is_first: (B, T) of the rows from positions (B,) on; cursor: position after the newest row
+    """
+    starts = is_first.clone()
+    starts[:, 0] = False  # the first row may start the episode
+    offset = torch.arange(is_first.shape[1], device=position.device)
+    return (starts.cumsum(1) == 0) & (position[:, None] + offset < cursor)
+
+
 # --- Memory-mapped files ------------------------------------------------------------------------
 
 

@@ -66,20 +66,20 @@ class UniformSampler:
         if spec.boundary == "pad" and spec.pad == "both":
             raise ConfigError("pad 'both' needs buffer=episodes: this buffer pads only 'right' or 'left'")
         self._ring = ring
-        self._rows = spec.rows
-        self._boundary = spec.boundary
-        # A padded window has a stored anchor row: its first row (pad right) or its last row (pad left).
-        self._anchor_offset = {"right": 0, "left": spec.rows - 1}[spec.pad] if spec.boundary == "pad" else 0
+        self._rows, self._needed = spec.rows, spec.stored_rows
+        self._one_episode = spec.boundary == "within" or (spec.boundary == "pad" and spec.least > 1)
+        # The stored rows of a padded window are its first (pad right) or its last ones (pad left).
+        self._padded = self._rows - self._needed if spec.boundary == "pad" and spec.pad == "left" else 0
 
     def available(self) -> int:
-        if self._boundary == "within":
-            return self._ring.unbroken_count(self._rows)
+        if self._one_episode:
+            return self._ring.unbroken_count(self._needed)
         return self._ring.num_streams * self._candidates()
 
     def draw(self, count: int, generator: torch.Generator) -> Starts:
-        if self._boundary == "within":
-            return self._draw_within(count, generator)
-        return self._draw_any(count, generator)
+        draw = self._draw_unbroken if self._one_episode else self._draw_any
+        stream, start = draw(count, generator)
+        return stream, start - self._padded
 
     def undo(self) -> None:
         """Nothing to undo: the sampler has no state."""
@@ -95,26 +95,25 @@ class UniformSampler:
 
     def _candidates(self) -> int:
         """Return the number of starts per stream, regardless of episodes."""
-        needed = 1 if self._boundary == "pad" else self._rows
-        return max(0, self._ring.stored - needed + 1)
+        return max(0, self._ring.stored - self._needed + 1)
 
     def _draw_any(self, count: int, generator: torch.Generator) -> Starts:
         per_stream = self._candidates()
         pick = torch.randint(self._ring.num_streams * per_stream, (count,), generator=generator).numpy()
-        return pick // per_stream, self._ring.oldest + pick % per_stream - self._anchor_offset
+        return pick // per_stream, self._ring.oldest + pick % per_stream
 
-    def _draw_within(self, count: int, generator: torch.Generator) -> Starts:
+    def _draw_unbroken(self, count: int, generator: torch.Generator) -> Starts:
         found: list[Starts] = []
         missing = count
         for _ in range(REJECTION_ROUNDS):
             stream, start = self._draw_any(2 * count, generator)
-            fits = np.flatnonzero(self._ring.unbroken(stream, start, self._rows))[:missing]
+            fits = np.flatnonzero(self._ring.unbroken(stream, start, self._needed))[:missing]
             found.append((stream[fits], start[fits]))
             missing -= len(fits)
             if not missing:
                 break
         else:  # valid starts are rare: list them all
-            stream, start = self._ring.unbroken_starts(self._rows)
+            stream, start = self._ring.unbroken_starts(self._needed)
             pick = torch.randint(len(stream), (missing,), generator=generator).numpy()
             found.append((stream[pick], start[pick]))
         streams, starts = zip(*found)
@@ -221,4 +220,5 @@ def make_sampler(ring: Ring, spec: BatchSpec, more: Mapping[str, SamplerFactory]
 def sampler_key(spec: BatchSpec) -> str:
     """Return the dict key of a sampler; equal for BatchSpecs that differ only in their columns."""
     boundary = f"{spec.boundary}-{spec.pad}" if spec.boundary == "pad" else spec.boundary
+    boundary += f"-{spec.least}" if spec.boundary == "pad" and spec.least > 1 else ""
     return f"{spec.sampler}/{spec.size}x({spec.context}+{spec.length})/{boundary}"

@@ -54,19 +54,30 @@ def close_to(found: Counter[int], expected: dict[int, float]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("boundary", "pad"), [("cross", "right"), ("within", "right"), ("pad", "right"), ("pad", "left")]
+    ("boundary", "pad", "least"),
+    [
+        ("cross", "right", 1),
+        ("within", "right", 1),
+        ("pad", "right", 1),
+        ("pad", "left", 1),
+        ("pad", "right", 2),
+        ("pad", "left", 3),
+    ],
 )
-def test_uniform_over_starts(tmp_path: Path, boundary: str, pad: str) -> None:
+def test_uniform_over_starts(tmp_path: Path, boundary: str, pad: str, least: int) -> None:
     buffer = filled(tmp_path)
     add_episodes(buffer, [7], end=False)  # the open one counts as well
-    spec = BatchSpec(size=50, length=6, boundary=boundary, pad=pad)
+    spec = BatchSpec(size=50, length=6, boundary=boundary, pad=pad, least=least)
     borders, end = [*STARTS], 62
     if boundary == "cross":
         allowed = list(range(end - 5))
     elif boundary == "within":
         allowed = [p for a, b in zip(borders, [*borders[1:], end]) for p in range(a, b - 5)]
     else:
-        allowed = [p - (5 if pad == "left" else 0) for p in range(end)]
+        before = 6 - least if pad == "left" else 0
+        episodes = zip(borders, [*borders[1:], end])
+        allowed = [p - before for a, b in episodes for p in range(a, b - least + 1)]
+        assert int(buffer.sample(spec, generator=seeded()).mask.sum(1).min()) >= least
     assert buffer._sampler(spec).available() == len(allowed)
     assert close_to(draw(buffer, spec, 200), dict.fromkeys(allowed, 1 / len(allowed)))
 
@@ -274,6 +285,11 @@ def test_ends_with_padding(tmp_path: Path, pad: str) -> None:
     assert (batch.terminated.sum(1) == 1).all()
     last = batch.terminated.int().argmax(1)
     assert last.tolist() == [5 if position != 0 else 3 for position in batch.index.position.tolist()]
+
+
+def test_pad_both_with_least(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pad 'both' needs least 1, not 2"):
+        filled(tmp_path).ready(BatchSpec(size=8, length=4, boundary="pad", pad="both", least=2))
 
 
 def test_ends_without_finished_episodes(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def chances(buffer: PrioritizedReplay, spec: BatchSpec) -> dict[tuple[int, int],
     rows = buffer.read(buffer.oldest_position, buffer.total_rows - buffer.oldest_position)
     found = {}
     for stream in range(buffer.num_streams):
-        for start in range(rows.reward.shape[1] - spec.rows + 1):
-            crosses = bool(rows.is_first[stream, start + 1 : start + spec.rows].any())
-            if not (crosses and spec.boundary == "within"):
+        for start in range(rows.reward.shape[1] - spec.stored_rows + 1):
+            crosses = bool(rows.is_first[stream, start + 1 : start + spec.stored_rows].any())
+            if not (crosses and spec.boundary != "cross"):
                 found[stream, buffer.oldest_position + start] = float(
                     rows["priority"][stream, start + spec.context]
                 )
@@ -82,10 +82,12 @@ def test_weights_with_beta_below_one() -> None:
     assert torch.allclose(batch["weight"][:, 0], weight / weight.max(), atol=1e-5)
 
 
-@pytest.mark.parametrize("boundary", ["cross", "within"])
+@pytest.mark.parametrize("boundary", ["cross", "within", "pad"])
 @pytest.mark.parametrize("context", [0, 2])
 def test_draws_follow_priorities(boundary: str, context: int) -> None:
-    spec = BatchSpec(size=50, length=4, context=context, boundary=boundary, sampler="prioritized")
+    spec = BatchSpec(
+        size=50, length=4, context=context, boundary=boundary, sampler="prioritized", least=context + 2
+    )
     buffer = prioritized(0, num_streams=2, per_stream=16)
     generator, values = seeded(1), np.random.default_rng(2)
     buffer.make_batch(spec)
@@ -159,9 +161,10 @@ def test_restored_priorities(tmp_path: Path) -> None:
         assert live(buffer, generator) == live(twin, again)
 
 
-def test_running_sum_matches_tree() -> None:
+@pytest.mark.parametrize("boundary", ["within", "pad"])
+def test_running_sum_matches_tree(boundary: str) -> None:
     """The running sum of the GPU path, run on the CPU, draws the same rows as the tree."""
-    spec = BatchSpec(size=64, length=3, boundary="within", sampler="prioritized")
+    spec = BatchSpec(size=64, length=3, boundary=boundary, sampler="prioritized", least=2)
     tree, flat = prioritized(0), prioritized(0)
     sampler = flat._sampler(spec)
     assert isinstance(sampler, PrioritizedSampler)
@@ -178,6 +181,9 @@ def test_running_sum_matches_tree() -> None:
         assert torch.equal(ours.index.position, theirs.index.position)
         assert torch.equal(ours.index.stream, theirs.index.stream)
         assert torch.allclose(ours["weight"], theirs["weight"], atol=1e-5)
+        assert_aligned(ours)
+        assert_aligned(theirs)  # its mask is computed from `is_first`, as on a GPU
+        assert (ours.mask is None) or torch.equal(ours.mask, theirs.mask)
         value = (ours["obs/count"][:, :1] * 7 % 13 + turn).float()
         for buffer, batch in ((tree, ours), (flat, theirs)):
             buffer.write_back(batch.index, {"priority": value}, offset=0)
@@ -185,8 +191,10 @@ def test_running_sum_matches_tree() -> None:
 
 def test_errors() -> None:
     buffer = prioritized(10)
-    with pytest.raises(ConfigError, match="use boundary 'within' or 'cross'"):
-        buffer.ready(BatchSpec(size=2, length=3, boundary="pad", sampler="prioritized"))
+    with pytest.raises(ConfigError, match="use pad 'right' and least 1 or more"):
+        buffer.ready(BatchSpec(size=2, length=3, boundary="pad", pad="left", sampler="prioritized"))
+    with pytest.raises(ConfigError, match="least 2 or more"):
+        buffer.ready(BatchSpec(size=2, length=3, context=1, boundary="pad", sampler="prioritized"))
     with pytest.raises(ConfigError, match="is reserved by the buffer"):
         PrioritizedReplay({**COLUMNS, "weight": ArraySpec((), "float32")}, capacity=8, num_streams=1)
     with pytest.raises(ConfigError, match="epsilon above 0"):

@@ -19,17 +19,29 @@ def draw_starts(buffer: ReplayBuffer, spec: BatchSpec, batches: int) -> list[tup
     return starts
 
 
-@pytest.mark.parametrize("boundary", ["cross", "within", "pad"])
-def test_uniform_over_allowed_starts(boundary: str) -> None:
+@pytest.mark.parametrize(
+    ("boundary", "pad", "least", "needed"),
+    [
+        ("cross", "right", 1, 5),
+        ("within", "right", 1, 5),
+        ("pad", "right", 1, 1),
+        ("pad", "right", 2, 2),
+        ("pad", "left", 3, 3),
+    ],
+)
+def test_uniform_over_allowed_starts(boundary: str, pad: str, least: int, needed: int) -> None:
     buffer = counter_buffer(75, per_stream=32, episode=11)
-    spec = BatchSpec(size=64, length=5, boundary=boundary)
+    spec = BatchSpec(size=64, length=5, boundary=boundary, pad=pad, least=least)
     numbers = episode_numbers(buffer)
+    before = 5 - needed if pad == "left" else 0  # padding before the needed rows
     allowed = [
-        (stream, buffer.oldest_position + step)
+        (stream, buffer.oldest_position + step - before)
         for stream in range(2)
-        for step in range(32 if boundary == "pad" else 28)
-        if boundary != "within" or numbers[stream, step] == numbers[stream, step + 4]
+        for step in range(33 - needed)
+        if boundary == "cross" or numbers[stream, step] == numbers[stream, step + needed - 1]
     ]
+    if boundary == "pad":
+        assert int(buffer.sample(spec, generator=seeded()).mask.sum(1).min()) >= least
     starts = draw_starts(buffer, spec, 200)
     counts = np.array([starts.count(start) for start in allowed])
     assert counts.sum() == len(starts)

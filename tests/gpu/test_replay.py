@@ -11,9 +11,10 @@ import torch
 
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.buffers.mix import BufferMix
+from rl_lab.buffers.prioritized import PrioritizedReplay
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.records import Batch, BatchSpec
-from tests.buffers.buffer_helpers import counter_buffer, counter_rows, extend, seeded
+from tests.buffers.buffer_helpers import COLUMNS, counter_buffer, counter_rows, extend, seeded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +25,7 @@ SPECS = [
     BatchSpec(size=8, length=5, boundary="within"),
     BatchSpec(size=8, length=5, boundary="pad", pad="left"),
     BatchSpec(size=8, length=5, boundary="pad", pad="right"),
+    BatchSpec(size=8, length=5, boundary="pad", pad="right", least=2),
 ]
 
 
@@ -83,6 +85,20 @@ def test_sample_and_write_back_without_sync() -> None:
             gpu.sample(spec, generator=generator, out=out)
             gpu.write_back(out.index, {"latent": latent}, offset=spec.context)
             gpu.add(counter_rows(2, gpu.total_rows))
+
+
+def test_prioritized_padding_without_sync() -> None:
+    gpu = PrioritizedReplay(COLUMNS, capacity=64, num_streams=2, device="cuda", storage="device")
+    spec = BatchSpec(size=8, length=5, boundary="pad", sampler="prioritized", least=2)
+    out = gpu.make_batch(spec)
+    extend(gpu, 50, episode=9)
+    generator = seeded()
+    gpu.sample(spec, generator=generator, out=out)
+    with no_host_sync():
+        gpu.sample(spec, generator=generator, out=out)
+    stream, position = out.index.stream.cpu().numpy(), out.index.position.cpu().numpy()
+    expected = gpu.ring.episode_mask(stream, position, spec.rows, 0)
+    assert torch.equal(out.mask.cpu(), torch.from_numpy(expected)) and not expected.all()
 
 
 def test_write_back_skips_overwritten_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -99,6 +100,16 @@ def make_batch(workflow: TDMPCWorkflow, *, size: int | None = None, seed: int = 
     columns |= {"terminated": none.clone(), "truncated": none.clone(), "is_first": none.clone()}
     columns["terminated"][::2, -1] = True  # termination is in the last row of an episode
     return Batch(columns)
+
+
+def padded(batch: Batch, lengths: Sequence[int], *, fill: float = 0.0) -> Batch:
+    """The same sequences with only their first rows real; all columns behind them are `fill`."""
+    columns = {key: value.clone() for key, value in batch.columns.items()}
+    mask = torch.arange(batch.reward.shape[1]) < torch.tensor(lengths)[:, None]
+    for key, value in columns.items():
+        if key not in ("priority", "weight"):
+            value[~mask] = bool(fill) if value.dtype == torch.bool else fill
+    return Batch(columns, mask=mask)
 
 
 def hook_noise(workflow: TDMPCWorkflow, name: str, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from tests.workflows.tdmpc_case import (
     hook_noise,
     make_batch,
     make_tdmpc,
+    padded,
     parts_of,
     run_hook,
     task_spec,
@@ -117,19 +118,23 @@ def test_step_does_not_write_into_its_batch():
         assert torch.equal(batch[key], value)
 
 
-def test_losses_match_equations():
-    """Against a plain version: one sequence, one step and one ensemble member at a time."""
+@pytest.mark.parametrize("real_rows", [(4, 4, 4, 4), (2, 3, 4, 2)])
+def test_losses_match_equations(real_rows):
+    """Against a plain version: one sequence, one step and one ensemble member at a time.
+
+    A sequence with k real rows has the losses of its first k - 1 steps.
+    """
     workflow = make_tdmpc(controllers__critic__dropout=0.0)
     for step in range(3):  # away from the zero initialization
         run_hook(workflow, "update", make_batch(workflow, seed=step), seed=step)
-    batch, noise = make_batch(workflow, seed=9), hook_noise(workflow, "update")
+    batch, noise = padded(make_batch(workflow, seed=9), real_rows), hook_noise(workflow, "update")
     losses, latents, error, _ = workflow._model_losses(batch, noise)
     s, pair = workflow.settings, torch.topk(noise["target_members"], 2).indices
     for b in range(s.batch_size):
         obs = {"vector": batch["obs/vector"][b]}
         z, sums = workflow.encoder({"vector": obs["vector"][:1]}), dict.fromkeys(losses, 0.0)
         absolute = 0.0
-        for t in range(s.horizon):
+        for t in range(real_rows[b] - 1):
             assert torch.allclose(latents[t, b], z[0], atol=1e-6)
             action = batch.action[b, t : t + 1]
             following = workflow.encoder({"vector": obs["vector"][t + 1 : t + 2]})

@@ -254,7 +254,7 @@ class EpisodeBuffer:
         opened = "" if self._with_open else ", and open ones do not count"
         return (
             f"the buffer holds {self.size:,} rows in {self.episodes:,} finished episodes and {int((self._open.begin >= 0).sum())} "
-            f"open ones{opened}; no sequence of {spec.rows} rows fits"
+            f"open ones{opened}; no sequence of {spec.stored_rows} rows fits"
         )
 
     def make_batch(self, spec: BatchSpec, *, device: torch.device | str | None = None) -> Batch:

@@ -218,17 +218,19 @@ class Window:
     """The positions that a sequence can have in an episode."""
 
     def __init__(self, spec: BatchSpec) -> None:
-        self._rows = spec.rows
+        if spec.boundary == "pad" and spec.pad == "both" and spec.least > 1:
+            raise ConfigError(f"pad 'both' needs least 1, not {spec.least}: use pad 'right' or 'left'")
+        self._rows, self._needed = spec.rows, spec.stored_rows
         self._pad = spec.pad if spec.boundary == "pad" else ""
 
     def choices(self, rows: np.ndarray) -> np.ndarray:
-        """Return the number of positions in episodes of these rows: starts or, with padding, anchor rows."""
-        return rows if self._pad else np.maximum(0, rows - self._rows + 1)
+        """Return the number of positions in episodes of these rows: first rows of those that it needs."""
+        return np.maximum(0, rows - self._needed + 1)
 
     def begin(self, choice: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """Return the first row for choices 0, 1, …; it is negative if padding comes before the episode."""
         if self._pad == "left":
-            return choice - (self._rows - 1)
+            return choice - (self._rows - self._needed)
         if self._pad == "both":
             return choice - torch.randint(self._rows, (len(choice),), generator=generator).numpy()
         return choice

@@ -252,7 +252,11 @@ class TDMPCActing(WorldModelWorkflow):
 
     @torch.no_grad()
     def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
-        obs = {key: value[:, -1] for key, value in batch.obs.items()}
+        rows = torch.arange(len(batch.reward), device=self.device)
+        last = torch.full_like(rows, batch.reward.shape[1] - 1)
+        if batch.mask is not None:  # padded on the right
+            last = batch.mask.sum(1) - 1
+        obs = {key: value[rows, last] for key, value in batch.obs.items()}
         task = {key: obs[key] for key in ("task", "action_mask") if self.multi_task}
         latent = self.encoder(obs, *self._task(obs).embedding)
         return {"latent": latent, **self.initial_policy_state(len(latent)), **task}

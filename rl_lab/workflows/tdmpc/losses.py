@@ -1,17 +1,44 @@
 """Losses of TD-MPC2 as pure functions (Hansen et al. 2024, equations 3 to 5; nicklashansen/tdmpc2 tdmpc2.py).
 
 Time is the first dimension: H steps, B sequences. Step t leads from latent t to latent t+1 and has the reward
-and termination that arrive with latent t+1.
+and termination that arrive with latent t+1. A sequence may be shorter than H steps: what is behind its end is
+multiplied by 0 (`RealRows`), and the divisors stay H and B, so each real step has the same weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from rl_lab.records import Batch
+
 Losses = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RealRows:
+    """Which steps and latents of padded sequences are trained: 1 or 0; the losses have fixed shapes."""
+
+    steps: torch.Tensor  # (H, B): both rows of the step are real
+    states: torch.Tensor  # (H + 1, B): a real row in which an action is taken, so not a terminal one
+
+    @classmethod
+    def of(cls, batch: Batch) -> RealRows | None:
+        """None without padding: every row counts."""
+        if batch.mask is None:
+            return None
+        mask = batch.mask.t()
+        return cls(mask[1:].float(), (mask & ~batch.terminated.t()).float())
+
+
+def mean_over(values: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """Mean of the values whose `real` is 1, or of all: 0-d."""
+    if real is None:
+        return values.mean()
+    return (values * real).sum() / real.expand_as(values).sum().clamp(min=1.0)
 
 
 def td_target(
@@ -24,8 +51,9 @@ def td_target(
     return reward + discount * value.masked_fill(terminated, 0.0)
 
 
-def over_time(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Σ_t weight_t loss_t: (H, B) and weights (H,) -> (B,). The weights are powers of ρ."""
+def over_time(loss: torch.Tensor, weight: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+    """Σ_t weight_t loss_t: (H, B) and weights (H,) -> (B,). The weights are powers of ρ. real: (H, B)"""
+    loss = loss if real is None else loss * real
     return (loss * weight.unsqueeze(1)).sum(0)
 
 
@@ -47,9 +75,12 @@ def policy_loss(
     entropy: torch.Tensor,  # (H + 1, B)
     entropy_scale: torch.Tensor | float,
     weight: torch.Tensor,  # (H + 1,)
+    real: torch.Tensor | None = None,  # (H + 1, B)
 ) -> torch.Tensor:
     """Policy objective: mean over time of weight_t × mean over the batch of −(Q + η entropy)."""
-    return -((value + entropy_scale * entropy).mean(1) * weight).mean()
+    objective = value + entropy_scale * entropy
+    objective = objective if real is None else objective * real
+    return -(objective.mean(1) * weight).mean()
 
 
 class RunningScale(nn.Module):

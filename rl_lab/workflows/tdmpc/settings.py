@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
-from rl_lab.errors import ConfigError, reject_unknown
+from rl_lab.errors import ConfigError, reject_unknown, require_choice
 from rl_lab.workflows.settings import read_loss_scales, require_all
 
 LOSSES = ("consistency", "reward", "value", "termination")
+BOUNDARIES = ("pad", "within")
 SCHEDULES = ("steps", "min_std", "horizon")
 
 
@@ -44,6 +45,7 @@ class TDMPCSettings:
     batch_size: int
     horizon: int
     sampler: str
+    boundary: Literal["pad", "within"]
     rho: float
     discount: float | str
     discount_min: float
@@ -61,6 +63,7 @@ class TDMPCSettings:
 
     @classmethod
     def from_config(cls, algorithm: Mapping[str, Any]) -> TDMPCSettings:
+        algorithm = {"boundary": "within", **algorithm}  # of runs that were saved before this key existed
         require_all(cls, algorithm, "tdmpc2")
         length = algorithm["episode_length"]
         per_task = isinstance(length, Sequence)
@@ -69,6 +72,7 @@ class TDMPCSettings:
             batch_size=int(algorithm["batch_size"]),
             horizon=int(algorithm["horizon"]),
             sampler=str(algorithm["sampler"]),
+            boundary=cast(Literal["pad", "within"], str(algorithm["boundary"])),
             rho=float(algorithm["rho"]),
             discount="auto" if algorithm["discount"] == "auto" else float(algorithm["discount"]),
             discount_min=float(algorithm["discount_min"]),
@@ -84,6 +88,7 @@ class TDMPCSettings:
             loss_scales=read_loss_scales(algorithm, LOSSES),
             plan_schedule=_schedule(algorithm["plan_schedule"]),
         )
+        require_choice("algorithm.boundary", settings.boundary, BOUNDARIES)
         if settings.horizon < 1:
             raise ConfigError(f"algorithm.horizon is {settings.horizon}: set it to at least 1")
         return settings

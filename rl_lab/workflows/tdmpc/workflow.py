@@ -29,7 +29,16 @@ from rl_lab.records import Batch, BatchSpec, Hook, NoiseSpec, UpdateResult
 from rl_lab.workflows.base import PhaseConfig
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.tdmpc.acting import Observations, TaskRows, TDMPCActing, Tensors, batched
-from rl_lab.workflows.tdmpc.losses import Losses, RunningScale, over_time, policy_loss, td_target, total_loss
+from rl_lab.workflows.tdmpc.losses import (
+    Losses,
+    RealRows,
+    RunningScale,
+    mean_over,
+    over_time,
+    policy_loss,
+    td_target,
+    total_loss,
+)
 from rl_lab.workflows.tdmpc.planning_model import control
 
 Metrics = dict[str, torch.Tensor]
@@ -69,7 +78,7 @@ class TDMPCWorkflow(TDMPCActing):
     def hooks(self) -> dict[str, Hook]:
         s = self.settings
         size, steps, members = s.batch_size, s.horizon, self.critic.members
-        batch = BatchSpec(size, steps + 1, boundary="within", sampler=s.sampler)
+        batch = BatchSpec(size, steps + 1, boundary=s.boundary, sampler=s.sampler, least=2)
         shift = {"shift": NoiseSpec((steps + 1, size, 2))} if self.encoder.augments else {}
         model = {
             **shift,
@@ -158,6 +167,8 @@ class TDMPCWorkflow(TDMPCActing):
         """
         obs, task = self._rows(batch)
         reward, terminated = batch.reward.t()[1:], batch.terminated.t()[1:]
+        rows = RealRows.of(batch)
+        real = None if rows is None else rows.steps
         with torch.no_grad():
             next_latents = self._encode(self.encoder, obs, task, noise, slice(1, None))
             target_latents = next_latents
@@ -173,14 +184,18 @@ class TDMPCWorkflow(TDMPCActing):
             "reward": self.reward_head.loss(self.reward_head(latents[:-1], controls), reward),
             "value": self.critic.loss(logits, target).mean(0),
         }
-        losses = {name: over_time(loss, self.model_weights) for name, loss in steps.items()}
+        losses = {name: over_time(loss, self.model_weights, real) for name, loss in steps.items()}
         if self.termination_head is not None:
             ends = self.termination_head(latents[1:], *task.spread(self.settings.horizon))
-            losses["termination"] = self.termination_head.loss(ends, terminated.float()).mean(0)
+            end_loss = self.termination_head.loss(ends, terminated.float())
+            losses["termination"] = (end_loss if real is None else end_loss * real).mean(0)
         with torch.no_grad():
             error = (self.critic.mean(logits) - target).abs().sum(0)  # over the members
-            metrics = {"target_mean": target.mean(), "td_error": error.mean() / self.critic.members}
-        return losses, latents, over_time(error, self.policy_weights[:-1]), metrics
+            metrics = {
+                "target_mean": mean_over(target, real),
+                "td_error": mean_over(error, real) / self.critic.members,
+            }
+        return losses, latents, over_time(error, self.policy_weights[:-1], real), metrics
 
     def _rows(self, batch: Batch) -> tuple[Observations, TaskRows]:
         """Observations with time first, (T, B, …), and the task of each sequence."""
@@ -230,8 +245,11 @@ class TDMPCWorkflow(TDMPCActing):
                 value = self.critic.value(latents, control(action, *tasks), pair)
             else:
                 value, entropy = self._expected_value(latents, tasks, pair)
+        # The first row of a sequence is real and has a next one, so no mask is needed here.
         scale = self.scale.update(value.detach()[0]) if s.scale_values else self.scale.value
-        loss = policy_loss(value / scale, entropy, scalars["entropy"], self.policy_weights)
+        rows = RealRows.of(batch)
+        real = None if rows is None else rows.states
+        loss = policy_loss(value / scale, entropy, scalars["entropy"], self.policy_weights, real)
         step_metrics, _ = optimizer_step(
             loss,
             [self.policy_optimizer],
@@ -243,8 +261,8 @@ class TDMPCWorkflow(TDMPCActing):
         )
         metrics = {
             "loss": step_metrics["loss"],
-            "entropy": entropy.detach().mean(),
-            "value_mean": value.detach().mean(),
+            "entropy": mean_over(entropy.detach(), real),
+            "value_mean": mean_over(value.detach(), real),
             "value_scale": scale.clone(),
             "grad_norm": step_metrics["grad_norm"],
             "nonfinite": step_metrics["nonfinite"],
@@ -280,15 +298,18 @@ class TDMPCWorkflow(TDMPCActing):
 
     @torch.no_grad()
     def report(self, batch: Batch) -> dict[str, Any]:
-        """Open-loop error of latent and reward at the end of a sequence, predicted from its first row."""
+        """Open-loop error of latent and reward H steps after the first row of each sequence that has them."""
         obs, task = self._rows(batch)
         latents = self._roll_out(self._encode(self.encoder, obs, task, {}, 0), batch, task)
         truth = self._encode(self.encoder, obs, task, {}, slice(1, None))
         rewards = self.reward_head.predict(latents[:-1], self._controls(batch, task))
-        return {
-            "open_loop_error/latent": float((latents[-1] - truth[-1]).square().mean()),
-            "open_loop_error/reward": float((rewards[-1] - batch.reward[:, -1]).square().mean()),
+        rows = RealRows.of(batch)
+        real = None if rows is None else rows.steps[-1]
+        errors = {
+            "latent": (latents[-1] - truth[-1]).square().mean(-1),
+            "reward": (rewards[-1] - batch.reward[:, -1]).square(),
         }
+        return {f"open_loop_error/{name}": float(mean_over(error, real)) for name, error in errors.items()}
 
     def weights_loaded(self) -> None:
         if self.slow_encoder is not None:
