@@ -234,9 +234,21 @@ def test_overfits_batch():
 # ---------------------------------------------------------------- TD-MPC (2022)
 
 
+def dense(mlp):
+    """The weight matrix of each layer; that of the first one is stored in two parts."""
+    for layer in mlp.layers:
+        yield torch.cat([p for name, p in layer.named_parameters() if name.startswith("weight")], 1)
+
+
 def test_tdmpc1_settings():
     workflow = first_version()
-    assert type(workflow.dynamics).__name__ == "DeterministicMLP"
+    assert type(workflow.dynamics).__name__ == "LatentDynamics"
+    x = torch.randn(5, 16 + 2)
+    by_hand = x
+    for weights_in, layer in zip(dense(workflow.dynamics.mlp), workflow.dynamics.mlp.layers, strict=True):
+        by_hand = by_hand @ weights_in.t() + layer.bias
+        by_hand = by_hand if layer is workflow.dynamics.mlp.layers[-1] else torch.nn.functional.elu(by_hand)
+    assert torch.allclose(workflow.dynamics(x[:, :16], x[:, 16:]), by_hand, atol=1e-5)
     assert workflow.critic.members == 3 and workflow.critic.reduce == "min" and workflow.critic.dropout == 0.0
     assert workflow.critic.regression.width == 1
     assert workflow.slow_encoder is not None
