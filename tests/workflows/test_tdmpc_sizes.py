@@ -6,8 +6,9 @@ from omegaconf import OmegaConf
 
 from rl_lab.build import instantiate
 from rl_lab.config.checks import CONFIG_FOLDER
+from rl_lab.config.compose import compose_config
 from rl_lab.records import ActionSpec, ArraySpec, Spec
-from tests.workflows.tdmpc_case import tdmpc_config
+from tests.workflows.tdmpc_case import make_tdmpc, run_hook, tdmpc_config
 
 # nicklashansen/tdmpc2 common/__init__.py: enc_dim, mlp_dim, latent_dim, enc layers, num_q; millions of parameters for
 # walker, and for 80 tasks with 39 observations, 6 actions and an embedding of 96.
@@ -37,7 +38,7 @@ def build(size, spec, **changes):
     if "task" in spec.observations:
         embedding = OmegaConf.load(CONFIG_FOLDER / "components/task_embedding/learned.yaml")
         OmegaConf.update(config, "components.task_embedding", embedding, force_add=True)
-        config.algorithm.task_width = 96
+        config.algorithm.task_width = config.algorithm.size.task_width
     nodes = {**config.components, **config.controllers}
     with torch.device("meta"):
         parts = {name: instantiate(name, node, spec=spec) for name, node in nodes.items()}
@@ -85,6 +86,33 @@ def test_default_parameter_count():
         "policy": normed(512, 512) + normed(512, 512) + 512 * 12 + 12,
     }
     assert sum(counts.values()) == 4_960_618
+
+
+def test_mt30_widths():
+    """Latent 512 and task width 64 for mt30 at 19m; 96 for every other size (nicklashansen/tdmpc2 parser.py)."""
+
+    def widths(*words):
+        algorithm = compose_config(["experiment=tdmpc2_multitask", *words]).algorithm
+        return algorithm.size.latent, algorithm.task_width
+
+    assert widths() == (768, 96)
+    assert widths("tdmpc_size=19m_mt30") == (512, 64)
+    assert widths("tdmpc_size=48m", "algorithm.task_width=64") == (768, 64)  # mt30 at 48m
+    wide, narrow = (OmegaConf.load(CONFIG_FOLDER / f"tdmpc_size/{size}.yaml") for size in ("19m", "19m_mt30"))
+    assert {**wide, "latent": 512, "task_width": 64} == dict(narrow)
+    parts = build("19m_mt30", EIGHTY)
+    assert shapes(parts["encoder"].mlp)[0] == [(1024, 39), (1024, 64)]
+    assert shapes(parts["dynamics"].mlp)[0] == [(1024, 512), (1024, 6 + 64)]
+
+
+@pytest.mark.parametrize("size", ["1m", "19m"])
+def test_published_sizes_make_an_update(size):
+    workflow = make_tdmpc(WALKER, algorithm__size=OmegaConf.load(CONFIG_FOLDER / f"tdmpc_size/{size}.yaml"))
+    before = workflow.dynamics.mlp.layers[0].bias.detach().clone()
+    metrics = run_hook(workflow, "update").metrics
+    assert all(torch.isfinite(value) for value in metrics.values())
+    assert metrics["nonfinite"].item() == 0.0
+    assert not torch.equal(workflow.dynamics.mlp.layers[0].bias, before)
 
 
 def shapes(mlp):
