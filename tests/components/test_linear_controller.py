@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rl_lab.components.controllers.cma_es import CMAES
 from rl_lab.components.controllers.linear_controller import LinearController
 from rl_lab.components.controllers.random_policy import Explorer
 from rl_lab.errors import ConfigError
@@ -19,9 +20,12 @@ def make(action: ActionSpec, features: int = 4, **options) -> LinearController:
     return LinearController(spec=spec(action), features=features, **options)
 
 
-@pytest.mark.parametrize(("features", "parameters"), [(32 + 256, 867), (32, 99)])
-def test_controller_parameter_count(features, parameters):
-    controller = make(CAR, features)
+@pytest.mark.parametrize(
+    ("features", "hidden", "parameters"), [(32 + 256, 0, 867), (32, 0, 99), (32, 40, 1443)]
+)
+def test_controller_parameter_count(features, hidden, parameters):
+    """hardmaru/WorldModelsExperiments carracing/model.py: z and h, z alone, z with 40 hidden units."""
+    controller = make(CAR, features, hidden=hidden)
     assert sum(p.numel() for p in controller.parameters()) == controller.num_parameters == parameters
 
 
@@ -37,8 +41,9 @@ def test_rectified_brake():
 
 
 @pytest.mark.parametrize("action", [CAR, DISCRETE, MULTI], ids=lambda a: a.kind)
-def test_population_matches_members(action):
-    controller = make(action)
+@pytest.mark.parametrize("hidden", [0, 6])
+def test_population_matches_members(action, hidden):
+    controller = make(action, hidden=hidden)
     candidates = torch.randn(5, controller.num_parameters)
     features = torch.randn(5, 7, 4)
     together = controller.act_population(candidates, features)
@@ -50,6 +55,42 @@ def test_population_matches_members(action):
         alone = controller.act(features[index])
         torch.testing.assert_close(together[index], alone)
         torch.testing.assert_close(single[index], alone[0])
+
+
+def test_hidden_layer_by_hand():
+    controller = make(CAR, 2, hidden=2)
+    first, bias = torch.tensor([[1.0, -2.0], [0.5, 0.0]]), torch.tensor([0.1, -0.3])
+    second, shift = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, -1.0]]), torch.tensor([0.0, 0.2, 0.0])
+    controller.set_vector(torch.cat([first.flatten(), bias, second.flatten(), shift]))
+    x = torch.tensor([[0.3, -0.7], [2.0, 1.0]])
+    units = torch.tanh(x @ first.t() + bias)
+    torch.testing.assert_close(controller.act(x), torch.tanh(units @ second.t() + shift))
+
+
+def test_cma_es_improves_hidden_layer():
+    """Evolution of the parameter vector: match the actions of another controller."""
+    generator = torch.Generator().manual_seed(0)
+    controller, teacher = make(CAR, 3, hidden=4), make(CAR, 3, hidden=4)
+    teacher.set_vector(torch.randn(teacher.num_parameters, generator=generator))
+    x = torch.randn(64, 3, generator=generator)
+    target = teacher.act(x)
+    strategy = CMAES(population=16, sigma=0.5)
+    strategy.start(controller.get_vector(), 0)
+
+    def error(candidates):
+        actions = controller.act_population(candidates, x.expand(len(candidates), -1, -1))
+        return (actions - target).square().mean((1, 2))
+
+    first = error(controller.get_vector()[None]).item()
+    for _ in range(60):
+        strategy.tell(-error(strategy.ask().float()))
+    controller.set_vector(strategy.mean)
+    assert error(controller.get_vector()[None]).item() < 0.3 * first
+
+
+def test_invalid_hidden():
+    with pytest.raises(ConfigError, match="hidden is -1"):
+        make(CAR, hidden=-1)
 
 
 def test_invalid_rectified():

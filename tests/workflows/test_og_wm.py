@@ -89,6 +89,41 @@ def test_padding_is_ignored():
     assert changed_parts(weights(workflow), weights(other)) == set()
 
 
+def mdn_after_update(reference, **changes):
+    """M's weights after one update that starts from the weights of `reference`."""
+    workflow = make_workflow(**changes)
+    workflow.mdn_rnn.load_state_dict(reference.mdn_rnn.state_dict(), strict=False)
+    run_hook(workflow, "update_mdn", mdn_batch(workflow))
+    return workflow.mdn_rnn.state_dict()
+
+
+def test_reward_and_done_losses_can_be_turned_off():
+    """Scale 0: the LSTM is trained as without the heads, and the heads keep their weights."""
+    reference = make_workflow()
+    before = reference.mdn_rnn.state_dict()
+    off = mdn_after_update(reference, algorithm__loss_scales={"latent": 1.0, "reward": 0.0, "done": 0.0})
+    none = mdn_after_update(
+        reference, components__mdn_rnn__reward_head=False, components__mdn_rnn__done_head=False
+    )
+    for name, value in none.items():
+        assert torch.equal(off[name], value), name
+    for name in ("to_reward.weight", "to_done.weight"):
+        assert torch.equal(off[name], before[name])
+    on = mdn_after_update(reference)
+    assert not torch.equal(on["to_reward.weight"], before["to_reward.weight"])
+
+
+def test_reward_scale_of_ctallec():
+    """Sum over dimensions + reward (ctallec/world-models) is D times mean over dimensions + reward / D."""
+    workflow = make_workflow(algorithm__gradient_limit=0.0)
+    batch, latents = mdn_batch(workflow), workflow.vae.latent
+    result = run_hook(workflow, "update_mdn", batch).metrics
+    scales = {"latent": 1.0, "reward": 1 / latents, "done": 1 / latents}
+    scaled = run_hook(make_workflow(algorithm__loss_scales=scales), "update_mdn", batch).metrics
+    total = latents * result["loss/latent"] + result["loss/reward"] + result["loss/done"]
+    assert scaled["loss"].item() * latents == pytest.approx(total.item(), rel=1e-4)
+
+
 def test_mdn_gradients_clipped_by_value():
     workflow = make_workflow(algorithm__gradient_limit=1e-3)
     run_hook(workflow, "update_mdn", mdn_batch(workflow))
@@ -381,6 +416,24 @@ def test_published_parameter_counts():
     assert count(components.vae) == 4_348_547
     assert count(components.mdn_rnn) == 422_368 + 2 * 257  # plus the heads for reward and end
     assert count(controllers["controller"]) == 867
+    assert config.algorithm.evolution.episodes == 8 and config.controllers.controller.hidden == 0
+
+
+def test_controller_with_hidden_layer_evolves():
+    workflow = make_workflow(controllers__controller__hidden=5)
+    evolution = workflow.evolution
+    evolution.begin(PHASE)
+    candidates = evolution.ask()
+    assert candidates.shape == (6, 12 * 5 + 5 + 5 * 3 + 3)  # z and h have 12 values
+    evolution.tell(candidates, torch.arange(6.0))
+    assert workflow.controller.get_vector().abs().sum() > 0
+    action, _, _ = workflow.act(
+        {"image": torch.zeros(2, 1, 64, 64, dtype=torch.uint8)},
+        workflow.initial_policy_state(2),
+        torch.ones(2, dtype=torch.bool),
+        ActMode(sample=False),
+    )
+    assert action.shape == (2, 3) and action.abs().max() <= 1
 
 
 def test_config_errors():
