@@ -48,6 +48,12 @@ def test_dreamer_presets_start_updates_like_the_original(task: str):
     assert config.training.phases[0].duration_steps == algorithm.seed_steps
 
 
+def test_atari100k_of_2024_ends_games_after_100_000_frames():
+    """danijar/dreamerv3 @ 251910d, configs.yaml: length 100000, counted in frames; `time_limit` is in decisions."""
+    environment = compose_config(["experiment=dreamer_atari100k_2024"]).environment
+    assert environment.time_limit * environment.action_repeat == 100_000
+
+
 def test_prefilled_collects_before_updates(tmp_path: Path):
     pytest.importorskip("dm_control", reason="extra: dmc")
     words = ["experiment=dreamer_dmc_proprio", "debug=tiny", *QUIET, f"run_dir={tmp_path / 'run'}"]
