@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from tdmpc_case import (
+
+from rl_lab.buffers.prioritized import PrioritizedReplay
+from rl_lab.buffers.replay import ReplayBuffer
+from rl_lab.errors import ConfigError
+from rl_lab.records import Batch
+from rl_lab.workflows.tdmpc.losses import RealRows, mean_over, over_time, policy_loss
+from tests.workflows.tdmpc_case import (
     EPISODIC,
     KINDS,
     changed_parts,
@@ -16,12 +22,6 @@ from tdmpc_case import (
     run_hook,
     weights,
 )
-
-from rl_lab.buffers.prioritized import PrioritizedReplay
-from rl_lab.buffers.replay import ReplayBuffer
-from rl_lab.errors import ConfigError
-from rl_lab.records import Batch
-from rl_lab.workflows.tdmpc.losses import RealRows, mean_over, over_time, policy_loss
 
 
 def with_priorities(batch):
