@@ -38,8 +38,10 @@ class LSTM(nn.LSTM):
         del self.bias_hh_l0
         self.register_buffer("bias_hh_l0", zeros, persistent=False)
         self._init_flat_weights()
-        nn.init.xavier_uniform_(self.weight_ih_l0)
-        nn.init.xavier_uniform_(self.weight_hh_l0)
+        # One bound for both: TensorFlow's cell has a single kernel of inputs + units by 4 · units.
+        bound = math.sqrt(6.0 / (inputs + units + 4 * units))
+        nn.init.uniform_(self.weight_ih_l0, -bound, bound)
+        nn.init.uniform_(self.weight_hh_l0, -bound, bound)
         with torch.no_grad():
             self.bias_ih_l0.zero_()
             self.bias_ih_l0[units : 2 * units] = 1.0  # gates are input, forget, cell, output
