@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.nn.normed_mlp import GROUP, Layer, NormedMLP, initialise, simnorm
+from rl_lab.components.nn.normed_mlp import GROUP, Layer, NormedMLP, simnorm
 from rl_lab.components.representation_learners.encoders import (
     image_keys,
     join_images,
@@ -139,7 +139,8 @@ class LatentImageEncoder(nn.Module):
         self.convs = nn.ModuleList(convs)
         for conv in convs:
             if init == "orthogonal":
-                initialise(conv.weight.data.view(channels, -1), init)
+                # nicklashansen/tdmpc src/algorithm/helper.py: orthogonal_init
+                nn.init.orthogonal_(conv.weight, nn.init.calculate_gain("relu"))
                 nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
         self.flat = channels * sides[0] * sides[1]
         activation = out.rpartition("+")[2]
