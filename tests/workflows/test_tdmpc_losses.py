@@ -6,6 +6,7 @@ import torch
 from rl_lab.errors import ConfigError
 from rl_lab.workflows.tdmpc.losses import over_time, policy_loss, td_target, total_loss
 from rl_lab.workflows.tdmpc.settings import PlanSchedule, TDMPCSettings, discount_for
+from tests.workflows.tdmpc_case import tdmpc_config
 
 
 def test_td_target_by_hand():
@@ -62,8 +63,6 @@ def test_schedule_is_linear():
 
 
 def settings(**changes):
-    from tests.workflows.tdmpc_case import tdmpc_config
-
     return TDMPCSettings.from_config(
         tdmpc_config(**{f"algorithm__{k}": v for k, v in changes.items()}).algorithm
     )
@@ -78,7 +77,7 @@ def test_discounts_per_task():
 
 
 def test_settings_errors():
-    algorithm = dict(__import__("tdmpc_case").tdmpc_config().algorithm)
+    algorithm = dict(tdmpc_config().algorithm)
     del algorithm["rho"]
     with pytest.raises(ConfigError, match=r"algorithm\.rho.*algorithm: tdmpc2"):
         TDMPCSettings.from_config(algorithm)
