@@ -76,8 +76,7 @@ def unexpected(error: BaseException) -> str:
     return f"unexpected {one_line(error)}{place}; --debug shows the traceback"
 
 
-# --------------------
-# The distribution's name, the checkout it runs from, and the pip command that installs an extra.
+# --- Installing ---
 
 
 DISTRIBUTION = "rl-lab-wm"  # the command stays `rl-lab`, the import `rl_lab`

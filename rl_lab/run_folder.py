@@ -22,17 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 from rl_lab.errors import DISTRIBUTION, ConfigError, LabError, one_line
 from rl_lab.records import Spec
-from rl_lab.utils.files import read_json, write_json_atomic
+from rl_lab.utils.files import LOCK_NAME, read_json, write_json_atomic
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 KAGGLE_ROOT = Path("/kaggle/working")
 MEDIA = ("episodes/train", "episodes/test", "episodes/imagination", "reconstructions", "recordings")
-LOCK = ".lock"
 # Entries that `create` writes before config.yaml.
 BEFORE_CONFIG = {
-    LOCK,
+    LOCK_NAME,
     "checkpoints",
     "tensorboard",
     "config",
@@ -88,7 +87,7 @@ class RunFolder:
             names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
         except OSError as error:  # a file, or a folder that cannot be read
             raise ConfigError(f"run_dir={self.path} is not a readable folder: {error.strerror}") from error
-        unfinished = LOCK in names and names <= BEFORE_CONFIG  # a start that was killed
+        unfinished = LOCK_NAME in names and names <= BEFORE_CONFIG  # a start that was killed
         if names and not unfinished:
             raise ConfigError(
                 f"run_dir={self.path} is not empty and is not a run folder (it has no config.yaml): "
@@ -167,7 +166,7 @@ class RunFolder:
         if any(self.checkpoints.iterdir()) or (self.metrics.exists() and self.metrics.stat().st_size):
             return
         logs = [path for path in self.tensorboard.iterdir() if not path.is_symlink() and path.is_file()]
-        for file in (*self._written, *logs, self.metrics, self.path / LOCK):
+        for file in (*self._written, *logs, self.metrics, self.path / LOCK_NAME):
             with contextlib.suppress(OSError):
                 file.unlink()
         for folder in sorted(self._made, key=lambda path: len(path.parts), reverse=True):

@@ -35,7 +35,7 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-# --------------------
+# --- TensorFloat-32 ---
 # TensorFloat-32 matrix products inside a `with` block: several times faster on recent NVIDIA GPUs.
 #
 # TensorFloat-32 has 10 bits of mantissa, as float16 but with float32's range; bfloat16 has 7.

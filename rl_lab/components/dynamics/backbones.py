@@ -68,7 +68,7 @@ class GRUBackbone(nn.Module):
         return self.norm(out), {**state, "hidden": hidden.transpose(0, 1)}
 
 
-# --------------------
+# --- Pretrained language models ---
 # A pretrained Hugging Face language model as the backbone of a token world model (extra: hf).
 #
 # Its layers are frozen; only the norms are trained, and the input and output projections if the widths differ.

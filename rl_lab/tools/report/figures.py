@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rl_lab.tools.report.runs import RunData
 
 
-# --------------------
+# --- Style of all figures ---
 # Style and helpers shared by all figures; uses matplotlib's object interface, so no window is opened.
 
 
