@@ -8,7 +8,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from rl_lab.environments import make as make_module
-from tests.environments.suite_cases import CASES, each_case, needs
+from tests.environments.suites.suite_cases import CASES, each_case, needs
 
 # Warnings of the checker that are allowed. All others fail the test.
 ADVICE = (

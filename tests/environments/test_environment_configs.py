@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 import rl_lab.configs
 from rl_lab.environments import env_config_options, make_env, probe_spec
-from tests.environments.suite_cases import PACKAGES
+from tests.environments.suites.suite_cases import PACKAGES
 
 FOLDER = Path(rl_lab.configs.__file__).parent / "environment"
 OWN_TASK = {"gym.yaml": "CartPole-v1"}

@@ -8,7 +8,7 @@ import pytest
 from rl_lab.environments import make as make_module
 from rl_lab.environments import probe_spec
 from rl_lab.errors import ConfigError, LabError, MissingPackageError
-from tests.environments.suite_cases import CASES, PACKAGES, needs, suite_of
+from tests.environments.suites.suite_cases import CASES, PACKAGES, needs, suite_of
 
 # The first import that fails, if it is not the package of the suite.
 IMPORTED = {"memory_maze/9x9": "gym", "carracing/continuous": "envpool"}

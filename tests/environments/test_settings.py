@@ -8,7 +8,7 @@ import pytest
 import rl_lab.configs
 from rl_lab.config.compose import compose_config
 from rl_lab.environments import env_config_options, make_env
-from tests.environments.suite_cases import PACKAGES
+from tests.environments.suites.suite_cases import PACKAGES
 
 FOLDER = Path(rl_lab.configs.__file__).parent / "environment"
 FILES = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "multitask")  # made of the others

@@ -10,7 +10,7 @@ import torch
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.records import BatchSpec
 from tests.buffers.buffer_helpers import counter_rows
-from tests.buffers.episode_reference import add_episodes, episode_buffer, seeded
+from tests.buffers.episodes.reference import add_episodes, episode_buffer, seeded
 from tests.buffers.test_prioritized import extend, prioritized
 from tests.gpu.test_replay import no_host_sync
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_lab.records import BatchSpec
-from tests.buffers.episode_reference import Model, assert_same_content, episode_buffer, rows_of, seeded
+from tests.buffers.episodes.reference import Model, assert_same_content, episode_buffer, rows_of, seeded
 
 specs = st.builds(
     BatchSpec,

@@ -8,7 +8,7 @@ import pytest
 
 from rl_lab.environments import make as make_module
 from rl_lab.environments import make_env
-from tests.environments.suite_cases import CASES, LIMIT, PACKAGES, each_case, needs, suite_of
+from tests.environments.suites.suite_cases import CASES, LIMIT, PACKAGES, each_case, needs, suite_of
 from tests.environments.test_vector import assert_same, roll
 
 

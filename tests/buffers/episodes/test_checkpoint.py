@@ -21,7 +21,14 @@ from rl_lab.errors import CheckpointError
 from rl_lab.records import ArraySpec, BatchSpec
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
-from tests.buffers.episode_reference import COLUMNS, add_episodes, episode_buffer, everything, rows_of, seeded
+from tests.buffers.episodes.reference import (
+    COLUMNS,
+    add_episodes,
+    episode_buffer,
+    everything,
+    rows_of,
+    seeded,
+)
 from tests.same_run import assert_same, stopped_at
 
 SPECS = [

@@ -22,7 +22,14 @@ from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import ConfigError, LabError, MissingPackageError, RunLockedError, install_line
 from rl_lab.records import ArraySpec, BatchSpec, RowIndex
-from tests.buffers.episode_reference import COLUMNS, add_episodes, episode_buffer, everything, rows_of, seeded
+from tests.buffers.episodes.reference import (
+    COLUMNS,
+    add_episodes,
+    episode_buffer,
+    everything,
+    rows_of,
+    seeded,
+)
 
 WITHIN = BatchSpec(size=8, length=5, boundary="within")
 

@@ -22,7 +22,7 @@ from rl_lab.buffers.episodes.buffer import EpisodeBuffer
 from rl_lab.buffers.episodes.table import EpisodeRecord, pack, read_log
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import BatchSpec
-from tests.buffers.episode_reference import add_episodes, episode_buffer, everything, rows_of, seeded
+from tests.buffers.episodes.reference import add_episodes, episode_buffer, everything, rows_of, seeded
 
 LENGTHS = [9, 3, 14, 1, 6]
 WITHIN = BatchSpec(size=16, length=3, boundary="within")
@@ -231,7 +231,7 @@ def test_index_is_compacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 WRITER = """
 import sys
 import numpy as np
-from tests.buffers.episode_reference import episode_buffer, rows_of
+from tests.buffers.episodes.reference import episode_buffer, rows_of
 buffer = episode_buffer(sys.argv[1], num_streams=3, chunk_bytes=20000, capacity=4000)
 row = 0
 while True:

@@ -20,7 +20,7 @@ from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import ActionSpec, ArraySpec, BatchSpec, Spec
 from rl_lab.training import resume
-from tests.buffers.episode_reference import seeded
+from tests.buffers.episodes.reference import seeded
 
 SPEC = Spec("toy", {"vector": ArraySpec((2,), "float32")}, ActionSpec("discrete", (), choices=(3,)))
 OTHER = Spec("other", SPEC.observations, ActionSpec("discrete", (), choices=(4,)))

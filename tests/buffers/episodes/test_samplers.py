@@ -14,7 +14,7 @@ from rl_lab.buffers.episodes.buffer import EpisodeBuffer
 from rl_lab.buffers.episodes.samplers import EndsSampler, EpisodeCountSampler
 from rl_lab.errors import ConfigError
 from rl_lab.records import BatchSpec
-from tests.buffers.episode_reference import add_episodes, episode_buffer, seeded
+from tests.buffers.episodes.reference import add_episodes, episode_buffer, seeded
 
 LENGTHS = [12, 5, 30, 8]
 STARTS = [0, 12, 17, 47, 55]  # positions at which they begin
