@@ -7,13 +7,18 @@ EXTRAS := .venv-extras
 # Tests run float32 on small nets: one torch thread a worker is fastest, and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 SDL_VIDEODRIVER=dummy WANDB_MODE=offline HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-learning test-extras lint format docs clean
+.PHONY: demo test coverage test-learning test-extras lint format docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not learning and not gpu and not extras"
+
+# The same tests; fails when they execute less than 90 % of the package's lines ([tool.coverage.report]).
+coverage: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not learning and not gpu and not extras" \
+	  --timeout 900 --cov --cov-report term:skip-covered
 
 test-learning: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m learning --timeout 2700
