@@ -25,6 +25,7 @@ VERBS = {
         "rl_lab.tools.report.command",
         "curves, scores and imagined rollouts of runs as one HTML page; --serve keeps it up to date",
     ),
+    "suite": ("rl_lab.tools.suite.command", "run a benchmark of several tasks and seeds: rl-lab suite NAME"),
     "collect": ("rl_lab.tools.collect", "store episodes of a policy as a dataset (not in this version yet)"),
     "bench": ("rl_lab.tools.bench", "run a benchmark: rl-lab bench loop"),
     "list": ("rl_lab.tools.listing", "list experiments, workflows, components, environments and sizes"),

@@ -60,6 +60,10 @@ def train_config(
     config: DictConfig, overrides: Sequence[str] = (), *, say: Callable[[str], None] = print
 ) -> RunResult:
     """Train a composed config in a new run folder; an existing `run_dir` is resumed."""
+    if select(config, "launch.name") == "pack":
+        raise ConfigError(
+            "launch=pack is for several runs: add --multirun and values such as experiment.seed=0,1"
+        )
     run_dir = _run_dir(config)
     if run_dir is not None and run_dir.exists():
         return _resume_existing(run_dir, config, say)

@@ -22,7 +22,7 @@ ROOT_FILE = CONFIG_FOLDER / "config.yaml"
 # Sections whose keys are all in the root config.
 CLOSED_SECTIONS = ("experiment", "training", "logging", "wandb", "load")
 SECTIONS = (*CLOSED_SECTIONS, "algorithm", "components", "controllers", "buffers", "optimizers")
-GROUPS = ("environment", "workflow", "hydra")  # root keys that a group adds
+GROUPS = ("environment", "workflow", "launch", "hydra")  # root keys that a group adds
 SIMILAR = 0.75  # a new root key this close to a known one is a typo; other keys belong to the user
 
 Rule = tuple[str, Callable[[Any], bool]]  # description of valid values, and a test
@@ -111,6 +111,10 @@ RULES: dict[str, Rule] = {
     "logging.tensorboard": FLAG,
     "logging.progress": one_of("auto", "live", "plain", "off"),
     "wandb.mode": one_of("online", "offline", "disabled"),
+    "launch.name": one_of("single", "pack"),
+    "launch.per_gpu": integer(1),
+    "launch.threads": integer(1),
+    "launch.mps": one_of("auto", "on", "off"),
     "run_dir": PATH,
     "output_root": PATH,
     **{name: SECTION for name in (*SECTIONS, "environment", "workflow")},

@@ -2,6 +2,7 @@
 
     rl-lab train -m experiment.seed=0,1,2                       # sequential
     rl-lab train -m experiment.seed=0,1,2 hydra/launcher=joblib # parallel (extra: sweep)
+    rl-lab train -m experiment.seed=0,1,2 launch=pack           # launch.per_gpu runs at a time on each GPU
 
 The runs are numbered subfolders of one folder. A run that fails does not stop the others; Ctrl-C stops all of
 them. The same command with `hydra.sweep.dir=FOLDER` continues the runs that were stopped.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ from rl_lab.config.compose import (
     with_search_path,
 )
 from rl_lab.errors import ConfigError, LabError
+from rl_lab.launch.pack import Ended, Job, Mps, Pack, find_gpus, interruptible
 from rl_lab.run_folder import output_root
 from rl_lab.utils.files import read_jsonl
 
@@ -92,8 +95,11 @@ def multirun(overrides: Sequence[str], config_dirs: Sequence[Path | str] = ()) -
     config = compose_config(_first_of_each(items), config_dirs=config_dirs)
     folder, items = _sweep_folder(items, config.output_root)
     try:
-        with _hydra_arguments(items):
-            _job()
+        if config.launch.name == "pack":
+            _run_packed(items, folder, config.launch)
+        else:
+            with _hydra_arguments(items):
+                _job()
     except LabError:
         raise
     except (HydraException, OmegaConfBaseException) as error:
@@ -110,6 +116,70 @@ def multirun(overrides: Sequence[str], config_dirs: Sequence[Path | str] = ()) -
             f"{folder}: {len(sweep.failures)} of {len(sweep.failures) + len(sweep.runs)} runs failed: {reasons}"
         )
     return sweep
+
+
+def _run_packed(overrides: Sequence[str], folder: Path, launch: DictConfig) -> None:
+    """Run every combination in a process of its own, `launch.per_gpu` at a time on each GPU."""
+    combinations = _combinations(overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = [_packed_job(number, words, folder) for number, words in enumerate(combinations)]
+    gpus = find_gpus()
+    where = ", ".join(gpu.name for gpu in gpus) or "no GPU"
+    print(
+        f"{len(waiting)} runs, {launch.per_gpu} at a time on {where}; the output of run N is in {folder}/N.log"
+    )
+    mps = Mps(str(launch.mps) if gpus and launch.per_gpu > 1 else "off")
+    with interruptible() as signals, mps:
+        pack = Pack(
+            int(launch.per_gpu),
+            [gpu.index for gpu in gpus],
+            threads=int(launch.threads),
+            variables=mps.environment,
+        )
+        with pack:
+            while (waiting or pack.running) and not signals:
+                while waiting and pack.free:
+                    job = waiting.pop(0)
+                    (folder / f"{job.name}{FAILED}").unlink(missing_ok=True)
+                    pack.start(job)
+                    print(f"run {job.name}: {' '.join(combinations[int(job.name)])}", flush=True)
+                for ended in pack.poll():
+                    _packed_end(ended, folder)
+                time.sleep(0.2)
+            if signals:
+                pack.stop()
+                raise KeyboardInterrupt
+
+
+def _combinations(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of every run of the sweep."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    for item in overrides:
+        if item.lstrip("+").startswith(("hydra/sweeper", "hydra/launcher")):
+            raise ConfigError(f"{item} cannot be combined with launch=pack: remove one of them")
+    words = [item for item in overrides if not item.lstrip("+").startswith("hydra.sweep")]
+    parsed = OverridesParser.create().parse_overrides(words)
+    (combinations,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [[str(word) for word in words] for words in combinations]
+
+
+def _packed_job(number: int, words: Sequence[str], folder: Path) -> Job:
+    own = [word for word in words if not word.lstrip("+").startswith(("launch=", "launch.", "hydra."))]
+    search = [word for word in words if word.lstrip("+").startswith("hydra.")]
+    quoted = str(folder.resolve() / str(number)).replace("\\", "\\\\").replace("'", "\\'")
+    command = [sys.executable, "-m", "rl_lab", "train", *own, *search, f"run_dir='{quoted}'"]
+    if not any(word.startswith("logging.progress=") for word in own):
+        command.append("logging.progress=plain")
+    return Job(str(number), command, folder / f"{number}.log")
+
+
+def _packed_end(ended: Ended, folder: Path) -> None:
+    if ended.returncode == 0:
+        print(f"run {ended.job.name}: finished after {ended.seconds:.0f} s", flush=True)
+        return
+    (folder / f"{ended.job.name}{FAILED}").write_text(f"{ended.error()}\n")
+    print(f"error: run {ended.job.name}: {ended.error()}", file=sys.stderr, flush=True)
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -130,7 +200,11 @@ def summary(sweep: Sweep) -> Iterator[str]:
     overrides = {run: (run / "config" / "overrides.txt").read_text().split("\n") for run in sweep.runs}
     common = set.intersection(*(set(lines) for lines in overrides.values())) if overrides else set()
     for run in sweep.runs:
-        own = " ".join(override for override in overrides[run] if override not in common)
+        own = " ".join(
+            override
+            for override in overrides[run]
+            if override not in common and not override.startswith("run_dir=")
+        )
         shown = _last_return(run)
         yield f"{run.name}  {own}" + (f"  return {shown:.1f}" if shown is not None else "")
     if sweep.runs:

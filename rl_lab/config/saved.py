@@ -28,6 +28,7 @@ SAFE_ON_RESUME = (
     "experiment.device",
     "logging",
     "wandb",
+    "launch",
     "environment.workers",
     "environment.timeout",
     "environment.restarts",
