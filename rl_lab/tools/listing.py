@@ -34,7 +34,7 @@ GROUPS = {
     "tdmpc_sizes": ("tdmpc_size", "tdmpc_size=NAME, of TD-MPC's networks"),
     "debug": ("debug", "debug=NAME"),
     "launch": ("launch", "launch=NAME: how the runs of a sweep are started"),
-    "benchmark_suites": ("suite", "rl-lab suite NAME: several tasks and seeds"),
+    "suite": ("suite", "rl-lab suite NAME: several tasks and seeds"),
 }
 KINDS = (*GROUPS, "benchmarks")
 PACKAGED = Path(rl_lab.__file__).resolve().parent / "configs"
