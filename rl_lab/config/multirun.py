@@ -122,7 +122,9 @@ def _run_packed(overrides: Sequence[str], folder: Path, launch: DictConfig) -> N
     """Run every combination in a process of its own, `launch.per_gpu` at a time on each GPU."""
     combinations = _combinations(overrides)
     folder.mkdir(parents=True, exist_ok=True)
-    waiting = [_packed_job(number, words, folder) for number, words in enumerate(combinations)]
+    waiting = [
+        _packed_job(number, words, folder, 1.0 / launch.per_gpu) for number, words in enumerate(combinations)
+    ]
     gpus = find_gpus()
     where = ", ".join(gpu.name for gpu in gpus) or "no GPU"
     print(
@@ -131,14 +133,13 @@ def _run_packed(overrides: Sequence[str], folder: Path, launch: DictConfig) -> N
     mps = Mps(str(launch.mps) if gpus and launch.per_gpu > 1 else "off")
     with interruptible() as signals, mps:
         pack = Pack(
-            int(launch.per_gpu),
             [gpu.index for gpu in gpus],
             threads=int(launch.threads),
             variables=mps.environment,
         )
         with pack:
             while (waiting or pack.running) and not signals:
-                while waiting and pack.free:
+                while waiting and pack.fits(waiting[0]):
                     job = waiting.pop(0)
                     (folder / f"{job.name}{FAILED}").unlink(missing_ok=True)
                     pack.start(job)
@@ -164,14 +165,14 @@ def _combinations(overrides: Sequence[str]) -> list[list[str]]:
     return [[str(word) for word in words] for words in combinations]
 
 
-def _packed_job(number: int, words: Sequence[str], folder: Path) -> Job:
+def _packed_job(number: int, words: Sequence[str], folder: Path, share: float) -> Job:
     own = [word for word in words if not word.lstrip("+").startswith(("launch=", "launch.", "hydra."))]
     search = [word for word in words if word.lstrip("+").startswith("hydra.")]
     quoted = str(folder.resolve() / str(number)).replace("\\", "\\\\").replace("'", "\\'")
     command = [sys.executable, "-m", "rl_lab", "train", *own, *search, f"run_dir='{quoted}'"]
     if not any(word.startswith("logging.progress=") for word in own):
         command.append("logging.progress=plain")
-    return Job(str(number), command, folder / f"{number}.log")
+    return Job(str(number), command, folder / f"{number}.log", share)
 
 
 def _packed_end(ended: Ended, folder: Path) -> None:

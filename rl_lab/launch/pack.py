@@ -1,8 +1,8 @@
 """Several runs on one GPU: processes in slots, under NVIDIA's Multi-Process Service (MPS) where there is one.
 
 One run of a small model leaves most of a GPU idle. Under MPS kernels of several processes run at the same
-time. `Pack` starts commands, at most `per_device` on each device, and stops them in an orderly way: a process
-that is killed (SIGKILL) can take the other clients of the MPS server down with it.
+time. `Pack` starts commands while a device has room for them, and stops them in an orderly way: a process that
+is killed (SIGKILL) can take the other clients of the MPS server down with it.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ class Job:
     name: str
     command: Sequence[str]
     log: Path
+    share: float = 1.0  # of a device: 0.25 lets four such jobs run on it at a time
 
 
 @dataclass(frozen=True)
@@ -193,16 +194,15 @@ class _Running:
 
 @dataclass
 class Pack:
-    """Runs jobs in processes, at most `per_device` on each device.
+    """Runs jobs in processes; the shares of the jobs on a device add up to at most 1.
 
-        with Pack(devices=["0"], per_device=4) as pack:
-            while pack.free: pack.start(job)
+        with Pack(devices=["0"]) as pack:
+            if pack.fits(job): pack.start(job)
             for ended in pack.poll(): …
 
     Leaving the block stops every process that still runs.
     """
 
-    per_device: int = 1
     devices: Sequence[str] = ()  # CUDA_VISIBLE_DEVICES of each GPU; none: this machine has no GPU
     threads: int = 1  # OMP_NUM_THREADS of each process
     variables: Mapping[str, str] = field(default_factory=dict)  # further environment variables
@@ -210,17 +210,12 @@ class Pack:
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
-        if self.per_device < 1:
-            raise ConfigError(f"launch.per_gpu must be at least 1, not {self.per_device}")
         self._running: list[_Running] = []
 
-    @property
-    def slots(self) -> int:
-        return self.per_device * max(1, len(self.devices))
-
-    @property
-    def free(self) -> int:
-        return self.slots - len(self._running)
+    def fits(self, job: Job) -> bool:
+        """Return whether a device has room for the job; an empty device has room for any."""
+        used = min(self._used())
+        return used == 0.0 or used + job.share <= 1.0 + 1e-6
 
     @property
     def running(self) -> list[str]:
@@ -228,9 +223,9 @@ class Pack:
         return [item.job.name for item in self._running]
 
     def start(self, job: Job) -> None:
-        """Start a job on the device with the fewest runs."""
-        counts = [sum(item.device == index for item in self._running) for index in range(self._device_count)]
-        device = counts.index(min(counts))
+        """Start a job on the device with the most room."""
+        used = self._used()
+        device = used.index(min(used))
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with job.log.open("ab") as log:
             process = subprocess.Popen(
@@ -297,9 +292,12 @@ class Pack:
         if self._running:
             self.stop()
 
-    @property
-    def _device_count(self) -> int:
-        return max(1, len(self.devices))
+    def _used(self) -> list[float]:
+        """Return the sum of the shares on each device."""
+        return [
+            sum(item.job.share for item in self._running if item.device == index)
+            for index in range(max(1, len(self.devices)))
+        ]
 
 
 def last_error(log: Path) -> str:

@@ -1,6 +1,6 @@
 """Published scores by task and the normalisation of returns.
 
-The data and their sources are in published.yaml.
+The data and their sources are in published.yaml, and the returns of single seeds in published_curves.yaml.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import yaml
 from rl_lab.environments.make import with_suite
 
 DATA = Path(__file__).with_name("published.yaml")
+CURVES = Path(__file__).with_name("published_curves.yaml")
 ATARI = ("atari", "atari100k")
 
 
@@ -114,6 +115,33 @@ def published(task: Task) -> list[Published]:
 @cache
 def benchmarks() -> tuple[Benchmark, ...]:
     return tuple(Benchmark(**block) for block in _data()["results"])
+
+
+@dataclass(frozen=True)
+class PublishedCurve:
+    """Returns of every published seed of one agent on one task, at several numbers of frames."""
+
+    agent: str
+    source: str
+    points: dict[int, list[float]]  # frames -> one value per seed
+
+
+def published_curves(task: Task) -> list[PublishedCurve]:
+    """Return the published returns of single seeds on a task."""
+    return [
+        PublishedCurve(block["agent"], block["source"], block["points"][task.name])
+        for block in _curves()
+        if block["suite"] == task.suite
+        and task.name in block["points"]
+        and block.get("observe", "") in ("", task.observe)
+    ]
+
+
+@cache
+def _curves() -> list[dict[str, Any]]:
+    content = yaml.safe_load(CURVES.read_text(encoding="utf-8"))
+    blocks: list[dict[str, Any]] = content["curves"]
+    return blocks
 
 
 @cache

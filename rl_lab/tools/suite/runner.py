@@ -40,24 +40,28 @@ class Summary:
     interrupted: bool = False
 
 
-def runs_that_fit(
-    needs: Sequence[Needs], gpus: Sequence[Gpu], cores: int, host_gib: float, asked: int | None = None
-) -> int:
-    """Return how many runs at a time to start on each GPU (without a GPU: on this machine)."""
-    if asked is not None:
-        if asked < 1:
-            raise ConfigError(f"--at-once must be at least 1, not {asked}")
-        return asked
-    largest = Needs(
-        per_gpu=min(need.per_gpu for need in needs),
-        gpu_gib=max(need.gpu_gib for need in needs),
-        host_gib=max(need.host_gib for need in needs),
-        cores=max(need.cores for need in needs),
-    )
-    devices = max(1, len(gpus))
-    limits = [largest.per_gpu, cores / largest.cores / devices, host_gib / largest.host_gib / devices]
-    limits += [GPU_SHARE * gpu.free_gib / largest.gpu_gib for gpu in gpus]
-    return max(1, math.floor(min(limits)))
+@dataclass(frozen=True)
+class Machine:
+    """What runs can use."""
+
+    gpus: Sequence[Gpu] = ()
+    cores: int = 1
+    host_gib: float = math.inf
+
+    @classmethod
+    def find(cls) -> Machine:
+        from rl_lab.tools.doctor import memory_bytes, usable_cpus
+
+        return cls(find_gpus(), usable_cpus(), memory_bytes()[0] / 2**30 or math.inf)  # 0: unknown
+
+    def share(self, needs: Needs, at_once: int | None = None) -> float:
+        """Return the share of one GPU (without a GPU: of this machine) that one run takes."""
+        if at_once is not None:
+            return 1.0 / at_once
+        devices = max(1, len(self.gpus))
+        limits = [needs.per_gpu, self.cores / needs.cores / devices, self.host_gib / needs.host_gib / devices]
+        limits += [GPU_SHARE * gpu.free_gib / needs.gpu_gib for gpu in self.gpus]
+        return 1.0 / max(1, math.floor(min(limits)))
 
 
 class SuiteRunner:
@@ -75,16 +79,20 @@ class SuiteRunner:
         weights: bool = False,
         commit: str | None = None,
         every: float = 30.0,  # seconds between two progress lines
+        machine: Machine | None = None,  # None: this one
         stale: float | None = None,  # seconds after which a claim without a heartbeat is free; for tests
         say: Callable[[str], None] = print,
     ) -> None:
         if minutes is not None and not minutes > 0:
             raise ConfigError(f"--minutes must be above 0, not {minutes:g}")
+        if at_once is not None and at_once < 1:
+            raise ConfigError(f"--at-once must be at least 1, not {at_once}")
         self.suite = suite
         self.planned = {run.name: run for run in planned}
         self.folder = folder
         self.seconds = minutes * 60 if minutes is not None else math.inf
-        self.at_once = at_once
+        self.machine = machine or Machine.find()
+        self.shares = {run.method.name: self.machine.share(run.method.each, at_once) for run in planned}
         self.mps = mps
         self.weights = weights
         self.commit = commit
@@ -103,12 +111,13 @@ class SuiteRunner:
 
     def run(self) -> Summary:
         """Run until everything is done, the time is over, or a signal asks for a stop."""
-        gpus = find_gpus()
-        per_device = self._per_device(gpus)
-        self._say_start(gpus, per_device)
-        mps = Mps(self.mps if gpus and per_device > 1 else "off", self.say)
+        gpus = self.machine.gpus
+        self._say_start()
+        mps = Mps(
+            self.mps if gpus and any(share < 1.0 for share in self.shares.values()) else "off", self.say
+        )
         with contextlib.closing(self.claims), interruptible() as signals, mps:
-            pack = Pack(per_device, [gpu.index for gpu in gpus], variables=mps.environment, say=self.say)
+            pack = Pack([gpu.index for gpu in gpus], variables=mps.environment, say=self.say)
             with pack:
                 while self._step(pack, stop=bool(signals)):
                     time.sleep(POLL_SECONDS)
@@ -127,7 +136,7 @@ class SuiteRunner:
         startable = self._left() > self._stop_seconds() + min(LEAST_SECONDS, 0.2 * self.seconds)
         if startable:
             for name in waiting:
-                if pack.free and self.claims.take(name):
+                if pack.fits(self._job(name)) and self.claims.take(name):
                     self._start(name, pack)
         self._beat(pack)
         self._progress(pack, waiting)
@@ -175,14 +184,18 @@ class SuiteRunner:
             *earlier,
             {"start": round(time.time(), 1), "seconds": 0.0, "gpu_seconds": 0.0},
         ]
-        write_json_atomic(self._file(name, "job"), self._job(planned))
-        command = [sys.executable, "-m", "rl_lab.tools.suite.one_run", str(self._file(name, "job"))]
-        pack.start(Job(name, command, self.folder.log(name)))
+        write_json_atomic(self._file(name, "job"), self._order(planned))
+        pack.start(self._job(name))
         word = "continued" if (self.folder.run_dir(name) / "config.yaml").is_file() else "started"
         self.folder.event(word, run=name, **self.claims.owner)
         self.say(f"{self._clock()} {word} {name}")
 
-    def _job(self, planned: Planned) -> dict[str, Any]:
+    def _job(self, name: str) -> Job:
+        command = [sys.executable, "-m", "rl_lab.tools.suite.one_run", str(self._file(name, "job"))]
+        return Job(name, command, self.folder.log(name), self.shares[self.planned[name].method.name])
+
+    def _order(self, planned: Planned) -> dict[str, Any]:
+        """Return what the process of a run reads."""
         method = planned.method
         return {
             "parent": os.getpid(),
@@ -314,23 +327,18 @@ class SuiteRunner:
 
     # ---------------------------------------------------------------- start and end
 
-    def _per_device(self, gpus: Sequence[Gpu]) -> int:
-        from rl_lab.tools.doctor import memory_bytes, usable_cpus
-
-        needs = [planned.method.each for planned in self.planned.values()]
-        if not needs:
-            return 1
-        memory = memory_bytes()[0] / 2**30 or math.inf  # 0: unknown
-        return runs_that_fit(needs, gpus, usable_cpus(), memory, self.at_once)
-
-    def _say_start(self, gpus: Sequence[Gpu], per_device: int) -> None:
-        where = ", ".join(gpu.name for gpu in gpus) or "no GPU"
+    def _say_start(self) -> None:
+        gpus = self.machine.gpus
+        where = ", ".join(gpu.name for gpu in gpus) or f"{self.machine.cores} cores, no GPU"
         todo = sum(self._status(planned) != DONE for planned in self.planned.values())
         limit = "" if math.isinf(self.seconds) else f", for {duration(self.seconds)}"
         self.say(
-            f"suite {self.suite.name}: {todo} of {len(self.planned)} runs to do, {per_device} at a time"
+            f"suite {self.suite.name}: {todo} of {len(self.planned)} runs to do, at most {self._at_once()} at a time"
             f"{' on each of' if len(gpus) > 1 else ' on'} {where}{limit}; results in {self.folder.path}"
         )
+
+    def _at_once(self) -> int:
+        return round(1.0 / min(self.shares.values(), default=1.0))
 
     def _stop(self, pack: Pack) -> None:
         running = pack.running
