@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -36,6 +37,7 @@ class Window:
         self.open = True
         try:
             pygame.display.init()
+            check_driver(pygame.display.get_driver())
             pygame.font.init()
             height, width = session.image().shape[:2]
             self.screen = pygame.display.set_mode((max(width, 480), height + LINE), pygame.RESIZABLE)
@@ -127,6 +129,13 @@ class Window:
             plain = keys.translate(str.maketrans("←→↑↓…", "<>^v-"))
             self.screen.blit(self.font.render(plain, True, (232, 237, 245)), (x, y))
             self.screen.blit(self.font.render(text, True, (139, 151, 171)), (x + 110, y))
+
+
+def check_driver(driver: str) -> None:
+    """Raise LabError if SDL chose a driver without a window, as it does if DISPLAY names no running server."""
+    if driver in ("dummy", "offscreen") and os.environ.get("SDL_VIDEODRIVER") != driver:
+        display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or ""
+        raise LabError(f"DISPLAY={display}: no display server answers there; use --web or --video")
 
 
 def run_window(session: PlaySession, title: str) -> int:

@@ -64,6 +64,7 @@ class Source(Protocol):
 # --- Drawing ---
 
 HEIGHT = 320  # of a panel in a video; smaller images are enlarged by integer factors up to it
+FIELD = 80, 36  # smallest width and height of a field of the header, in pixels
 BARS = 24  # longest vector drawn as bars; longer ones are drawn as a grid of cells
 GROUND, INK, DIM = (13, 17, 23), (230, 237, 243), (125, 133, 144)
 PLUS, MINUS = (88, 166, 255), (247, 129, 102)
@@ -135,7 +136,9 @@ def compose(panels: Sequence[Panel], header: Sequence[tuple[str, str]] = ()) -> 
     gap, title = 8, 24
     width = sum(image.shape[1] for _, image in shown) + gap * (len(shown) + 1)
     height = max(image.shape[0] for _, image in shown) + title + gap
-    bottom = 44 if header else 0
+    # Fields that do not fit side by side continue in further lines.
+    columns = max(1, min(len(header), (width - gap) // FIELD[0]))
+    bottom = 8 + FIELD[1] * -(-len(header) // columns) if header else 0
     canvas, draw = _canvas(width + width % 2, height + bottom + (height + bottom) % 2)
     left = gap
     for text, image in shown:
@@ -143,10 +146,21 @@ def compose(panels: Sequence[Panel], header: Sequence[tuple[str, str]] = ()) -> 
         canvas.paste(_image(image), (left, title))
         left += image.shape[1] + gap
     for index, (name, value) in enumerate(header):
-        x = gap + index * (width - gap) // max(1, len(header))
-        draw.text((x, height + 8), name, fill=DIM, font=_font(11))
-        draw.text((x, height + 22), value, fill=INK, font=_font(14))
+        line, column = divmod(index, columns)
+        x, y = gap + column * (width - gap) // columns, height + 8 + line * FIELD[1]
+        space = (width - gap) // columns - gap
+        draw.text((x, y), _shortened(name, _font(11), space), fill=DIM, font=_font(11))
+        draw.text((x, y + 14), _shortened(value, _font(14), space), fill=INK, font=_font(14))
     return np.asarray(canvas)
+
+
+def _shortened(text: str, font: Any, width: int) -> str:
+    """Return the text, cut to a width in pixels: "make stone pickaxe" becomes "make sto…"."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "…") > width:
+        text = text[:-1]
+    return text + "…"
 
 
 def enlarged(image: np.ndarray, height: int = HEIGHT) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, Spec
 
 # Keys that control the session: key -> (command, value, description). The first three are those of IRIS.
@@ -409,15 +410,18 @@ def keymap_for(spec: Spec) -> Keymap:
 
 def _atari_names(game: str, count: int) -> list[str]:
     """Return the names of a game's actions; empty if the emulator is missing or its action count differs."""
+    from rl_lab.environments.suites.atari import resolve
+
     try:
         import ale_py
-    except ModuleNotFoundError:
+
+        rom = ale_py.roms.get_rom_path(resolve(game))
+    except (ModuleNotFoundError, ConfigError):
+        return []
+    if rom is None:
         return []
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     emulator = ale_py.ALEInterface()
-    rom = ale_py.roms.get_rom_path(game)
-    if rom is None:
-        return []
     emulator.loadROM(rom)
     legal, minimal = emulator.getLegalActionSet(), emulator.getMinimalActionSet()
     actions = minimal if len(minimal) == count else legal

@@ -33,7 +33,9 @@ def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     if video and options.control == "human":
         say("a video has no keyboard input, so the agent plays")
         options.control = "agent"
-    options.save &= not video
+    if video and options.save:
+        say("the video is saved without being asked, so -s does nothing here")
+        options.save = False
     agent = load_agent(args.run or folder.path, checkpoint=args.checkpoint, device=args.device)
     torch.set_num_threads(int(agent.config.training.threads))
     session = build_session(agent, folder, args, options, say)

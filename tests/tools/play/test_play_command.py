@@ -89,11 +89,16 @@ def videos(run: Path) -> dict[str, Path]:
 
 def test_video_without_display(trained: Path, capsys, monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-    for words in ([], ["-w", "--horizon", "6"], ["-a", "-r", "--header", "--flush", "3"], ["--both", "-r"]):
+    for words in (
+        ["-s"],
+        ["-w", "--horizon", "6"],
+        ["-a", "-r", "--header", "--flush", "3"],
+        ["--both", "-r"],
+    ):
         assert main(["play", str(trained), *words, "--steps", "8", "--seed", "1"]) == 0
     out = capsys.readouterr().out
     assert out.count("no display: writing a video instead") == 4
-    assert out.count("so the agent plays") == 1
+    assert out.count("so the agent plays") == 1 and out.count("so -s does nothing here") == 1
     made = videos(trained)
     assert set(made) == {"real", "dream", "both"}
     assert len(read_video(made["real"])) == 9 and read_video(made["both"]).shape[2] > 900  # three panels

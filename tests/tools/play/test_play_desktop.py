@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl_lab.errors import LabError
 from rl_lab.tools.play.session import PlaySession
 
 pygame = pytest.importorskip("pygame")
@@ -57,6 +58,19 @@ def test_window_draws_and_passes_keys(make_session: Callable[..., PlaySession], 
         assert not window.open
     finally:
         window.close()
+
+
+def test_display_without_a_server_is_refused(make_session: Callable[..., PlaySession], monkeypatch):
+    """SDL would fall back to its offscreen driver, and play would run unseen until it is killed."""
+    from rl_lab.tools.play.desktop import Window, check_driver
+
+    monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
+    monkeypatch.setenv("DISPLAY", ":99")
+    with pytest.raises(LabError, match="DISPLAY=:99: no display server answers there; use --web or --video"):
+        Window(make_session(), "test")
+    check_driver("x11")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    check_driver("dummy")
 
 
 SCRIPT = """

@@ -74,6 +74,9 @@ def test_atari_action_names():
     keys = keymap_for(spec("atari100k/breakout", discrete(4)))
     assert isinstance(keys, JoystickKeys) and tuple(keys.names) == BREAKOUT
     assert len(keymap_for(spec("atari/pong", discrete(18))).names) == 18
+    # Breakout is the name in BreakoutNoFrameskip-v4.
+    assert keymap_for(spec("atari100k/Breakout", discrete(4))).names == keys.names
+    assert not isinstance(keymap_for(spec("atari/no_such_game", discrete(18))), JoystickKeys)
     assert not isinstance(keymap_for(spec("atari/pong", discrete(5))), JoystickKeys)  # no such set: digits
 
 

@@ -10,6 +10,7 @@ from rl_lab.buffers.offline import OfflineBuffer
 from rl_lab.errors import LabError
 from rl_lab.records import BatchSpec
 from rl_lab.tools.play.commands import COMMANDS, Command, parse_command
+from rl_lab.tools.play.frame import Panel, compose
 from rl_lab.tools.play.launch import write_video
 from rl_lab.tools.play.session import NEVER, PlaySession
 from rl_lab.tools.play.sources import read_video
@@ -141,6 +142,22 @@ def test_panels_of_the_real_environment(make_session: Make):
     shown = session.panels()
     assert [panel.title for panel in shown] == ["environment", "model input", "reconstruction"]
     assert np.array_equal(shown[1].image, shown[2].image)
+
+
+@pytest.mark.parametrize("width", [40, 160, 500])
+def test_header_fields_do_not_overlap(width: int):
+    names = ("step", "action", "reward", "return", "value", "entropy", "done")
+    texts = ("12345", "make stone pickaxe", "-0.125", "123.4", "1.234", "0.100", "terminated")
+    panel = Panel("real", np.zeros((210, width, 3), np.uint8))
+    plain = compose([panel], [(" ", " ")] * len(names))
+    drawn = np.zeros(plain.shape[:2], int)
+    for index, (name, text) in enumerate(zip(names, texts)):
+        header = [(" ", " ")] * len(names)
+        header[index] = (name, text)
+        inked = (compose([panel], header) != plain).any(-1)
+        assert inked.any() and not inked[:, -4:].any()  # drawn, and not cut by the border
+        drawn += inked
+    assert drawn.max() == 1
 
 
 def test_pause_single_step_speed_horizon_reset(make_session: Make):
