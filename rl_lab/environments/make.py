@@ -419,6 +419,7 @@ def _plain(value: Any) -> Any:
 #     crafter_reward              crafter/reward
 #     memmaze_9x9                 memory_maze/9x9
 #     BreakoutNoFrameskip-v4      atari100k/Breakout      IRIS and others: not sticky, minimal action set
+#                                                         (with environment=atari or atari100k, that suite)
 #     MemoryMaze-9x9-v0           memory_maze/9x9
 #     CrafterReward-v1            crafter/reward
 #     MiniGrid-Empty-5x5-v0       minigrid/…              as registered, with the suite's observations
@@ -449,9 +450,16 @@ def canonical(task: str) -> str:
     return task
 
 
+# Suites of the same games: the config's suite decides, because DreamerV3's name atari_pong is used with both.
+SAME_GAMES = ("atari", "atari100k")
+
+
 def with_suite(task: str, suite: str | None) -> str:
     """Return `suite/pong` for the task `pong` in the config file of a suite; full names are not changed."""
     named = canonical(task)
+    given, _, game = named.partition("/")
+    if suite in SAME_GAMES and given in SAME_GAMES and "/" not in task:
+        return f"{suite}/{game}"
     if not suite or "/" in named or ":" in named:
         return named
     return f"{suite}/{named}"

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from rl_lab.config.compose import compose_config
+from rl_lab.config.compose import CONFIG_FOLDER, compose_config
 from rl_lab.environments import env_config_options, make_env
-from rl_lab.environments.make import canonical, with_suite
+from rl_lab.environments.make import canonical, probe_spec, with_suite
 from rl_lab.errors import ConfigError
 
 
@@ -45,6 +45,19 @@ def test_suite_config_needs_only_task():
     assert env_config_options(node, evaluation=True)["task"] == "dummy/dict"
     with make_env(**env_config_options(node), workers=0) as env:
         assert env.spec.name == "dummy/discrete"
+
+
+@pytest.mark.parametrize(
+    "file", sorted((CONFIG_FOLDER / "experiment").glob("*atari*.yaml")), ids=lambda file: file.stem
+)
+def test_atari_names_in_every_atari_experiment(file):
+    pytest.importorskip("ale_py", reason="extra: atari")
+    node = compose_config([f"experiment={file.stem}", "environment.task=atari_pong"]).environment
+    expected = probe_spec(**env_config_options({**node, "task": "pong"}))
+    for name in (node.task, "PongNoFrameskip-v4"):
+        spec = probe_spec(**env_config_options({**node, "task": name}))
+        assert spec.name.lower() == f"{node.suite}/pong"  # the suite stays that of the experiment
+        assert spec.observations == expected.observations and spec.action == expected.action
 
 
 def test_both_command_line_forms_are_equal():
