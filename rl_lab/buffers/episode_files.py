@@ -5,7 +5,8 @@ An episode of K steps is a dict of arrays with time as the first dimension; `rew
     observations         (K+1, …), or observations/<name> for each observation of the environment
     actions              (K, …)    indices or one-hot; continuous ones in [-1, 1]
     rewards              (K,)
-    dones                (K,)      and / or `terminated`, `truncated`; `dones` alone counts as terminated
+    dones                (K,)      and / or `terminated`, `truncated`; `dones` alone counts as terminated;
+                                   `ends` (IRIS, Δ-IRIS) is another name of `dones`
 
 Observations may also be (K, …): then the last observation is repeated, so that the last reward and the end
 are kept. An episode without an end counts as truncated. Other keys are ignored. The result is K+1 rows;
@@ -30,8 +31,13 @@ from rl_lab.utils.files import crc32_of
 
 SUFFIXES = (".npz", ".pt")
 OBSERVATIONS = "observations"
-KEYS = (OBSERVATIONS, "actions", "rewards", *ENDS)
+IRIS_ENDS = "ends"  # `dones` in the episode files of IRIS and Δ-IRIS
+KEYS = (OBSERVATIONS, "actions", "rewards", *ENDS, IRIS_ENDS)
 ACTION_TOLERANCE = 1e-3  # outside [-1, 1], for rounding errors
+
+
+class MissingKeyError(ConfigError):
+    """An episode has no array of a name; the reader adds the names that its file has."""
 
 
 class EpisodeFiles:
@@ -58,8 +64,12 @@ class EpisodeFiles:
         self.without_last = 0
         for file, count in zip(self.files, self.rows):
             content = _read(file)
+            if IRIS_ENDS in content and not any(key in content for key in ENDS):
+                content["dones"] = content.pop(IRIS_ENDS)
             try:
                 rows = self._episode(content)
+            except MissingKeyError as error:
+                raise ConfigError(f"episode {file}: {error}; the keys are {_names(file)}") from None
             except ConfigError as error:
                 raise ConfigError(f"episode {file}: {error}") from None
             yield position, rows
@@ -76,13 +86,11 @@ class EpisodeFiles:
     def _episode(self, content: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         missing = [key for key in ("actions", "rewards") if key not in content]
         if missing:
-            raise ConfigError(f"key '{missing[0]}' is missing; the keys are {sorted(content)}")
+            raise MissingKeyError(f"key '{missing[0]}' is missing")
         steps = len(content["rewards"])
         ends = {key: content[key] for key in ENDS if key in content}
         if not ends:
-            raise ConfigError(
-                f"keys 'dones', 'terminated' and 'truncated' are missing; the keys are {sorted(content)}"
-            )
+            raise MissingKeyError("keys 'dones', 'terminated', 'truncated' and 'ends' are missing")
         if "dones" not in ends:
             ends = {key: ends.get(key, np.zeros(steps, dtype=bool)) for key in ("terminated", "truncated")}
         for name, value in {"rewards": content["rewards"], "actions": content["actions"], **ends}.items():
@@ -121,9 +129,7 @@ class EpisodeFiles:
         found, short = {}, False
         for name, key in keys.items():
             if key not in content:
-                raise ConfigError(
-                    f"key '{key}', an observation of the environment, is missing; the keys are {sorted(content)}"
-                )
+                raise MissingKeyError(f"key '{key}', an observation of the environment, is missing")
             value, shape = content[key], specs[name].shape
             if value.shape not in ((steps, *shape), (steps + 1, *shape)):
                 raise ConfigError(
@@ -170,6 +176,14 @@ def _read(file: Path, wanted: Sequence[str] = KEYS) -> dict[str, np.ndarray]:
         raise ConfigError(
             f"episode {file} cannot be read: it is damaged or holds other objects than arrays ({reason[0][:200]})"
         ) from None
+
+
+def _names(file: Path) -> list[str]:
+    """Return all keys of a file, also those that are not read."""
+    if file.suffix == ".pt":
+        return sorted(_flatten(load_data(file, check_zip=True)))
+    with np.load(file, allow_pickle=False) as archive:
+        return sorted(archive.files)
 
 
 def _flatten(content: Any, prefix: str = "") -> dict[str, Any]:

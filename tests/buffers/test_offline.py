@@ -93,6 +93,22 @@ def test_ends_and_missing_last_observation(tmp_path: Path) -> None:
     assert "in 1 episodes the last observation is missing" in buffer.describe()
 
 
+def test_episode_files_of_iris(tmp_path: Path) -> None:
+    """Episode(observations, actions, rewards, ends): K observations, int64 ends, and a mask that is not read."""
+    content = episode(3, last=False, dones=None)
+    tensors = {key: torch.as_tensor(value) for key, value in content.items() if value is not None}
+    tensors |= {"ends": torch.tensor([0, 0, 1]), "mask_padding": torch.ones(3, dtype=torch.bool)}
+    torch.save(tensors, tmp_path / "0.pt")
+    store(tmp_path / "1.npz", episode(2, dones=None, ends=[0, 0]))
+    rows = offline(tmp_path).read(0, 7)
+    assert rows.terminated[0].nonzero().flatten().tolist() == [3]
+    assert rows.truncated[0].nonzero().flatten().tolist() == [6]  # no end: truncated
+    assert rows.reward[0].tolist() == [0, 1, 2, 3, 0, 1, 2]
+    store(tmp_path / "1.npz", episode(2, dones=None, done=[0, 0]))
+    with pytest.raises(ConfigError, match=r"and 'ends' are missing; the keys are \['actions', 'done', 'obs"):
+        offline(tmp_path)
+
+
 @pytest.mark.parametrize("suffix", [".npz", ".pt"])
 def test_named_observations(tmp_path: Path, suffix: str) -> None:
     image = np.arange(48, dtype=np.uint8).reshape(4, 3, 2, 2)
@@ -174,7 +190,7 @@ def test_checkpoint_holds_only_written_columns(tmp_path: Path) -> None:
         ({"actions": None}, "key 'actions' is missing"),
         ({"actions": np.zeros(5, dtype=int)}, r"'actions' has shape \(5,\), but there are 4 rewards"),
         ({"actions": np.full(4, 3)}, r"integers from 0, below \(3,\)"),
-        ({"dones": None}, "keys 'dones', 'terminated' and 'truncated' are missing"),
+        ({"dones": None}, "keys 'dones', 'terminated', 'truncated' and 'ends' are missing"),
         ({"dones": [0, 1, 0, 1]}, "ends at step 1 of 4: split the file there"),
         (
             {"observations": np.zeros((5, 3))},
