@@ -56,6 +56,8 @@ class ReconstructionLoss(nn.Module):
     weight: factor in the sum
     """
 
+    smallest_side = 1  # of the images that it accepts
+
     def __init__(self, *, weight: float = 1.0) -> None:
         super().__init__()
         self.weight = weight
@@ -76,6 +78,17 @@ class WorstPixel(ReconstructionLoss):
 
     def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (prediction - target).square().amax((-3, -2, -1))
+
+
+def check_image_side(losses: Mapping[str, Any], side: int) -> None:
+    """Raise ConfigError if the tokenizer has a loss that does not accept images of this side."""
+    for name, loss in losses.items():
+        least = getattr(loss, "smallest_side", 1)
+        if side < least and getattr(loss, "weight", 1.0) != 0.0:
+            raise ConfigError(
+                f"components.tokenizer.losses.{name} ({type(loss).__name__}) needs images of at least "
+                f"{least}×{least} pixels, not {side}×{side}: set environment.size, or use another loss"
+            )
 
 
 def weighted_losses(
@@ -110,6 +123,8 @@ class Perceptual(ReconstructionLoss):
            which suffice for timing and compare edges, but are not LPIPS
     width: channels of the first stage; 64 is VGG16
     """
+
+    smallest_side = 2 ** (len(STAGES) - 1)  # halved between the stages
 
     def __init__(
         self, *, weight: float = 1.0, path: str | None = None, width: int = 64, seed: int = 0

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean, weighted_losses
+from rl_lab.components.nn.losses import (
+    LossWithIntermediateLosses,
+    check_image_side,
+    masked_mean,
+    weighted_losses,
+)
 from rl_lab.components.nn.optim import exempt_from_decay
 from rl_lab.components.nn.residual_conv import Downsample, ImageNorm, ImageSequential, ResidualConv, Upsample
 from rl_lab.components.nn.transformer import init_token_network
@@ -135,6 +140,7 @@ class DeltaTokenizer(nn.Module):
         for part in (self.action_plane, self.action_grid, self.before, self.after):
             init_token_network(part)  # torch's N(0, 1) for embeddings would outweigh the frames
         self.quantizer = quantizer
+        check_image_side(losses, self.side)
         self.losses = nn.ModuleDict(losses)
         exempt_from_decay(self)
 

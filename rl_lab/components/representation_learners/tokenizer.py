@@ -12,7 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean, weighted_losses
+from rl_lab.components.nn.losses import (
+    LossWithIntermediateLosses,
+    check_image_side,
+    masked_mean,
+    weighted_losses,
+)
 from rl_lab.components.nn.optim import exempt_from_decay
 from rl_lab.components.nn.residual_conv import (
     Downsample,
@@ -220,6 +225,7 @@ class FrameTokenizer(nn.Module):
         self.decoder = IrisDecoder(**shape, latent=latent, attention=attention)
         self.before, self.after = nn.Linear(latent, quantizer.dim), nn.Linear(quantizer.dim, latent)
         self.quantizer = quantizer
+        check_image_side(losses, side)
         self.losses = nn.ModuleDict(losses)
         exempt_from_decay(self)
 
