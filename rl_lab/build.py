@@ -122,7 +122,7 @@ def build_run(
         device=device,
         prefetch=_prefetch(training, buffers, device),
     )
-    phases = parse_phases(_plain(training.phases), hook_infos(hooks), buffers)
+    phases = parse_phases(_plain(training.phases), hook_infos(hooks), buffers, workflow.resolve_hook)
     _check_phases(
         phases, workflow, {**dict(components.items()), **dict(controllers.items())}, buffers, config
     )

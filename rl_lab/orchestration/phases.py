@@ -5,7 +5,7 @@ All errors in the phases of a config are raised here, before the first environme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,9 @@ _RATIO_KEYS = {"updates_per_env_step", "replayed_steps_per_env_step"}
 _HOOK_KEYS = {"repeat", "max_burst"} | _RATIO_KEYS | set(EVERY_KEYS)
 _COLLECT_KEYS = {"repeat", "env_steps", "policy", "temperature"}
 _EVALUATE_KEYS = set(EVERY_KEYS) | {"repeat", "episodes"}
+
+
+Resolve = Callable[[str, str], str]  # name of a hook in a phase, name of the phase -> name of the hook to run
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,19 @@ class PhaseDefinition:
 
 
 def parse_phases(
-    raw: Sequence[Mapping[str, Any]], hooks: Mapping[str, HookInfo], buffers: Iterable[str]
+    raw: Sequence[Mapping[str, Any]],
+    hooks: Mapping[str, HookInfo],
+    buffers: Iterable[str],
+    resolve: Resolve = lambda hook, phase: hook,
 ) -> list[PhaseDefinition]:
     """Return the phases as a flat list; groups (`repeat:` with `phases:`) are expanded.
 
     A phase with a duration of 0 is checked and skipped, so that a config can disable it.
+    resolve: returns the hook for a name that is no hook, or the name itself
     """
     if not raw:
         raise ConfigError("training.phases is empty: add at least one phase with workflow_hooks")
-    flat = _flatten(raw, hooks, list(buffers), iteration=0, where="training.phases")
+    flat = _flatten(raw, hooks, list(buffers), iteration=0, where="training.phases", resolve=resolve)
     phases = [phase for phase in flat if not phase.skipped]
     if not phases:
         raise ConfigError(
@@ -103,6 +110,7 @@ def _flatten(
     buffers: list[str],
     iteration: int,
     where: str,
+    resolve: Resolve,
 ) -> list[PhaseDefinition]:
     flat: list[PhaseDefinition] = []
     for number, node in enumerate(raw):
@@ -117,14 +125,19 @@ def _flatten(
             if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 1:
                 raise ConfigError(f"{group}.repeat must be an integer of at least 1, not {repeat!r}")
             for repetition in range(repeat):
-                flat += _flatten(node["phases"], hooks, buffers, repetition, f"{group}.phases")
+                flat += _flatten(node["phases"], hooks, buffers, repetition, f"{group}.phases", resolve)
         else:
-            flat.append(_phase(node, hooks, buffers, iteration, f"{where}[{number}]"))
+            flat.append(_phase(node, hooks, buffers, iteration, f"{where}[{number}]", resolve))
     return flat
 
 
 def _phase(
-    node: Mapping[str, Any], hooks: Mapping[str, HookInfo], buffers: list[str], iteration: int, where: str
+    node: Mapping[str, Any],
+    hooks: Mapping[str, HookInfo],
+    buffers: list[str],
+    iteration: int,
+    where: str,
+    resolve: Resolve,
 ) -> PhaseDefinition:
     reject_unknown(where, node, _PHASE_KEYS)
     name = str(node.get("name", where))
@@ -134,7 +147,10 @@ def _phase(
         raise ConfigError(
             f"{where} has an unknown type '{phase_type}'.{closest(str(phase_type), PHASE_TYPES)}"
         )
-    uses = tuple(_hook_use(item, hooks, where) for item in node.get("workflow_hooks", ()))
+    uses = tuple(
+        _hook_use(item, hooks, where, lambda hook: resolve(hook, name))
+        for item in node.get("workflow_hooks", ())
+    )
     if not uses:
         raise ConfigError(f"{where} has no workflow_hooks: add at least one")
     durations = {
@@ -168,7 +184,7 @@ def _phase(
     )
 
 
-def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str) -> HookUse:
+def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str, resolve: Callable[[str], str]) -> HookUse:
     if isinstance(item, str):
         name, node = item, dict[str, Any]()
     elif isinstance(item, Mapping) and len(item) == 1:
@@ -177,6 +193,8 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str) -> HookUse:
     else:
         raise ConfigError(f"{where}: a hook must be a name or one 'name: {{…}}', not {item!r}")
     known = {*BUILT_IN_HOOKS, *hooks}
+    if name not in known:
+        name = resolve(name)
     if name not in known:
         raise ConfigError(f"{where} has an unknown hook '{name}'.{closest(name, known)}")
     kind = name if name in BUILT_IN_HOOKS else hooks[name].kind

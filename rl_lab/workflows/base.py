@@ -72,6 +72,14 @@ class WorldModelWorkflow(ABC):
                 hooks[name] = Hook(getattr(self, name), batch=self.plain_batch(), prefix=prefix, plain=True)
         return hooks
 
+    def resolve_hook(self, name: str, phase: str) -> str:
+        """The hook that a phase means by a name that is no hook, or the name itself.
+
+        It makes `update_world_model` and `update_controller` work in the phases of an algorithm whose hooks have
+        other names. phase: its name
+        """
+        return name
+
     def plain_batch(self) -> BatchSpec:
         """Batch of the plain hooks: `batch_length` transitions that never cross the end of an episode."""
         algorithm = self._bound().config.algorithm

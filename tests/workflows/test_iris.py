@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from rl_lab.build import build_parts
 from rl_lab.components.dynamics.backbones import copy_state
-from rl_lab.components.nn.losses import reward_share
+from rl_lab.components.nn.losses import LossWithIntermediateLosses, reward_share
 from rl_lab.components.nn.optim import decayed_adamw
 from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.errors import ConfigError
@@ -226,14 +227,15 @@ def test_accumulation_keeps_gradient(name):
         elif name == "world_model":
             found, metrics = part.compute_loss(rows, workflow.tokenizer)
         else:
-            found, metrics = workflow.policy_loss.compute_loss(
+            found, metrics = part.compute_loss(
                 rows,
-                part,
                 workflow.tokenizer,
                 workflow.world_model,
+                workflow.policy_loss,
                 action_noise=row_noise["action"],
                 model_noise=row_noise["model"],
             )
+        assert isinstance(found, LossWithIntermediateLosses) and set(metrics)
         return found.loss_total, metrics
 
     gradients, values = [], []
@@ -421,11 +423,32 @@ def test_config_errors(words, message):
         make_workflow("iris", *words)
 
 
+def test_revival_updates_of_ema():
+    """IRIS has no such key, so its value is the one of Δ-IRIS; an own key is used."""
+    word = "components/quantizer@components.tokenizer.quantizer=ema"
+    for words, updates in (([word], 400), ([word, "+algorithm.revive_updates=7"], 7)):
+        assert composed("iris", *words).components.tokenizer.quantizer.revive_updates == updates
+    assert composed("delta_iris").components.tokenizer.quantizer.revive_updates == 400
+
+
+@pytest.mark.parametrize("experiment", ["iris_catch", "delta_iris_catch"])
+def test_perceptual_loss_needs_large_images(experiment):
+    words = ["+components/reconstruction_loss@components.tokenizer.losses.vgg=perceptual"]
+    config = compose_config([f"experiment={experiment}", *words])
+    small = replace(SPEC, observations={"image": replace(SPEC.observations["image"], shape=(3, 8, 8))})
+    message = (
+        r"^components\.tokenizer\.losses\.vgg \(Perceptual\) needs images of at least 16×16 pixels, not 8×8: "
+    )
+    with pytest.raises(ConfigError, match=message):
+        build_parts(resolve_config(config, small), small, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["components/backbone@components.world_model.backbone=gru"],
         ["components/quantizer@components.tokenizer.quantizer=fsq", "algorithm.size.codes=512"],
+        ["components/quantizer@components.tokenizer.quantizer=ema"],
         ["+components/reconstruction_loss@components.tokenizer.losses.worst=worst_pixel"],
         [
             "+components/reconstruction_loss@components.tokenizer.losses.perceptual=perceptual",

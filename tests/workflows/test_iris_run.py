@@ -37,6 +37,23 @@ def test_resumed_run_is_exact(name: str, tmp_path: Path, monkeypatch):
     assert "episodes:world_model" in str(states[0]["storage"])  # sampling counts of the episodes
 
 
+def test_update_controller_trains_the_actor_critic(tmp_path: Path):
+    """It is the hook update_actor_critic, so a run with either name has the same weights."""
+    phases = "[{name: joint, workflow_hooks: [{collect: {env_steps: 20}}, update_world_model, HOOK]}]"
+    states = []
+    for hook in ("update_controller", "update_actor_critic"):
+        words = [
+            *QUIET,
+            *SILENT,
+            f"run_dir={tmp_path / hook}",
+            f"training.phases={phases.replace('HOOK', hook)}",
+        ]
+        rl_lab.train("iris_catch", [*words, "training.total_timesteps=40"], say=lambda line: None)
+        states.append(newest(tmp_path / hook))
+    assert states[0]["phase_state"]["hook_calls"]["update_actor_critic"] > 0
+    assert_same(*states)
+
+
 # ---------------------------------------------------------------- results of a run
 
 

@@ -42,6 +42,21 @@ def test_hook_trains_only_its_part():
         assert value.ndim == 0 and not value.requires_grad and torch.isfinite(value), name
 
 
+def test_mdn_on_images_equals_mdn_on_codes():
+    """The codes of one update are those that `encode` stores, if V has not changed since."""
+    workflows = [make_workflow() for _ in range(2)]
+    batch = make_batch(workflows[0], 3, 6)
+    batch.columns |= workflows[0].hooks()["encode"].step(batch)
+    stored = run_hook(workflows[0], "update_mdn", batch)
+    keys = workflows[1].hooks()["update_mdn_on_images"].batch.keys
+    images = Batch({key: batch[key] for key in keys}, mask=batch.mask)
+    assert "mu" not in images.columns and "obs/image" in images.columns
+    encoded = run_hook(workflows[1], "update_mdn_on_images", images)
+    for name, value in stored.metrics.items():
+        torch.testing.assert_close(value, encoded.metrics[name], msg=name)
+    torch.testing.assert_close(weights(workflows[0])["mdn_rnn"], weights(workflows[1])["mdn_rnn"])
+
+
 @pytest.mark.parametrize(("hook", "make"), [("update_vae", vae_batch), ("update_mdn", mdn_batch)])
 def test_updates_are_pure(hook, make):
     """Without environment, buffer or logger, the same batch and noise give the same step."""

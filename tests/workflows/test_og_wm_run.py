@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rl_lab
+from rl_lab.errors import ConfigError
 from rl_lab.orchestration import evolution
 from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.tools.evaluate import evaluate
@@ -118,6 +119,38 @@ def test_interrupted_generation_is_repeated(how: str, full: Path, tmp_path: Path
     assert state(tmp_path / "half")["phase_state"]["hook_calls"]["evolve"] == 1
     resume(tmp_path / "half", say=lambda line: None)
     assert_same_run(full, tmp_path / "half")
+
+
+FOUNDING_PHASES = [
+    {"name": "data_collection", "duration_steps": 60, "workflow_hooks": [{"collect": {"env_steps": 60}}]},
+    {
+        "name": "converge_vae",
+        "type": "offline",
+        "duration_updates": 2,
+        "workflow_hooks": ["update_world_model"],
+    },
+    {
+        "name": "converge_mdn",
+        "type": "offline",
+        "duration_updates": 2,
+        "workflow_hooks": ["update_world_model"],
+    },
+    {"name": "controller", "duration_updates": 1, "workflow_hooks": ["update_controller"]},
+    {"name": "in_the_dream", "duration_updates": 1, "workflow_hooks": ["update_controller"]},
+]
+
+
+def test_names_of_the_architecture_document_in_phases(tmp_path: Path):
+    """update_world_model trains V or M and update_controller evolves, by the name of the phase."""
+    phases = json.dumps(FOUNDING_PHASES).replace('"', "")
+    run = train(tmp_path / "run", f"training.phases={phases}")
+    calls = state(run.path)["phase_state"]["hook_calls"]
+    assert calls["update_vae"] == calls["update_mdn_on_images"] == 2
+    assert calls["evolve"] == calls["evolve_in_dream"] == 1
+    with pytest.raises(
+        ConfigError, match=r"phase 'joint': update_world_model trains V in a phase with vae in"
+    ):
+        train(tmp_path / "other", f"training.phases={phases.replace('converge_vae', 'joint')}")
 
 
 def test_dream_evolution_then_score(tmp_path: Path):

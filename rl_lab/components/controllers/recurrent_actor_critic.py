@@ -11,12 +11,13 @@ from torch.nn import functional as F
 
 from rl_lab.components.nn.actions import make_policy
 from rl_lab.components.nn.fast_path import fast
+from rl_lab.components.nn.losses import LossWithIntermediateLosses
 from rl_lab.components.nn.precision import autocast
 from rl_lab.components.nn.two_hot import make_regression
 from rl_lab.components.representation_learners.delta_tokenizer import HALVE, WIDTHS, FrameEncoder, latent_side
 from rl_lab.components.representation_learners.tokenizer import frame_shape
 from rl_lab.errors import ConfigError
-from rl_lab.records import Spec
+from rl_lab.records import Batch, Spec
 
 State = dict[str, torch.Tensor]  # h, c: (N, units)
 
@@ -95,6 +96,33 @@ class RecurrentActorCritic(nn.Module):
     def value(self, h: torch.Tensor) -> torch.Tensor:
         """(…, units) -> (…)."""
         return self.regression.mean(self.critic(h))
+
+    def compute_loss(
+        self,
+        batch: Batch,  # (B, burn_in + 1) rows; imagination starts from the last
+        tokenizer: Any,
+        world_model: Any,
+        objective: Callable[..., tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]],
+        *,
+        action_noise: torch.Tensor,  # (B, H, k)
+        model_noise: torch.Tensor,  # (B, H - 1, world_model.step_noise)
+        slow: Any = None,  # moving average of this network, used for the targets if given
+        entropy: torch.Tensor | None = None,  # 0-d: overrides the objective's weight
+    ) -> tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]:
+        """Loss on trajectories that are imagined from the batch, and metrics.
+
+        objective: what is minimized on them, such as rl_lab.workflows.iris.policy_loss.ImaginedPolicyLoss
+        """
+        return objective(
+            batch,
+            self,
+            tokenizer,
+            world_model,
+            action_noise=action_noise,
+            model_noise=model_noise,
+            slow=slow,
+            entropy=entropy,
+        )
 
 
 # --- Trunks: frames in [0, 1] to feature vectors ---

@@ -1,5 +1,6 @@
 """Loss of the actor-critic of IRIS and Δ-IRIS: REINFORCE with a value baseline on imagined λ-returns.
 
+The actor-critic's `compute_loss` calls it, as the tokenizer's and the world model's `compute_loss` have theirs.
 eloialonso/iris src/models/actor_critic.py: `compute_loss` and `imagine`.
 """
 
@@ -32,7 +33,7 @@ class ImaginedPolicyLoss:
     mask_ended: bool
     autocast: Callable[[], AbstractContextManager[object]]
 
-    def compute_loss(
+    def __call__(
         self,
         batch: Batch,  # (B, burn_in + 1) rows, padded on the left
         actor_critic: Any,

@@ -4,7 +4,7 @@ A tokenizer encodes frames as a few tokens, a transformer predicts the next toke
 tokens and actions, and an actor-critic learns from imagined trajectories only (policy_loss.py). Each part has
 one hook:
 
-    update_tokenizer · update_world_model · update_actor_critic
+    update_tokenizer · update_world_model · update_actor_critic (or update_controller)
 
 The config selects the algorithm by its parts and values: configs/experiment/iris_*.yaml, delta_iris_*.yaml.
 """
@@ -77,7 +77,9 @@ class IrisActing(WorldModelWorkflow):
             "world_model", "begin", "advance", "read_pending", "step", "compute_loss"
         )
         self.return_computer = context.component("return_computer", "__call__")
-        self.actor_critic = context.controller("actor_critic", "observe", "observe_sequence", "value")
+        self.actor_critic = context.controller(
+            "actor_critic", "observe", "observe_sequence", "value", "compute_loss"
+        )
         precision, s = str(context.config.training.precision), self.settings
         explicit = precision != "auto"
         self.model_dtype = resolve_precision(precision if explicit else s.model_precision, self.device)
@@ -333,6 +335,9 @@ class IrisWorkflow(IrisActing):
             ),
         }
 
+    def resolve_hook(self, name: str, phase: str) -> str:
+        return "update_actor_critic" if name == "update_controller" else name
+
     def _batch(self, name: str, extra_rows: int = 0) -> BatchSpec:
         part = getattr(self.settings, name)
         rows = part.batch_length + extra_rows
@@ -368,11 +373,11 @@ class IrisWorkflow(IrisActing):
             self.slow.update(self.actor_critic, self.settings.target_rate)
 
         def loss(part: Batch, part_noise: Tensors) -> LossAndMetrics:
-            return self.policy_loss.compute_loss(
+            return self.actor_critic.compute_loss(
                 part,
-                self.actor_critic,
                 self.tokenizer,
                 self.world_model,
+                self.policy_loss,
                 action_noise=part_noise["action"],
                 model_noise=part_noise["model"],
                 slow=None if self.slow is None else self.slow.network,

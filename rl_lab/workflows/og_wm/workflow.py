@@ -6,6 +6,9 @@ layer on [z, h]. `ControllerEvolution` (ask, act, tell) evolves it with CMA-ES i
 
     collect · update_vae · encode · update_mdn · evolve, or evolve_in_dream
 
+In a phase, `update_world_model` is update_vae or update_mdn_on_images, and `update_controller` is evolve or
+evolve_in_dream, by the phase's name (`resolve_hook`).
+
 `encode` runs V once on each stored image and stores mean and log variance as columns, so M trains without
 images. The acting controller is the mean of the CMA-ES distribution.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,6 +116,7 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         images = BatchSpec(s.batch_size, 1, keys=tuple(f"obs/{key}" for key in self.vae.keys))
         # L predictions need L + 1 rows. A sequence starts anywhere and ends with its episode.
         sequences = BatchSpec(s.batch_size, s.batch_length + 1, boundary="pad", keys=codes)
+        with_images = replace(sequences, keys=(*(images.keys or ()), *codes[2:]))
         starts = BatchSpec(s.evolution.episodes, s.dream_context, boundary="pad", pad="left", keys=codes)
         noise = NoiseSpec((s.batch_size, s.batch_length + 1, latent), "normal")
         return {
@@ -123,9 +128,28 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
                 prefix="train/vae",
             ),
             "update_mdn": Hook(self._mdn_step, batch=sequences, noise={"latent": noise}, prefix="train/mdn"),
+            "update_mdn_on_images": Hook(
+                self._mdn_step_on_images, batch=with_images, noise={"latent": noise}, prefix="train/mdn"
+            ),
             "evolve": Hook(self.evolution, kind="evolve", prefix="controller"),
             "evolve_in_dream": Hook(self.dream_evolution, kind="evolve", batch=starts, prefix="controller"),
         }
+
+    def resolve_hook(self, name: str, phase: str) -> str:
+        """`update_world_model` trains V or M, and `update_controller` evolves in a dream or not, by the phase."""
+        words = phase.lower()
+        if name == "update_controller":
+            return "evolve_in_dream" if "dream" in words else "evolve"
+        if name != "update_world_model":
+            return name
+        trains_vae, trains_mdn = "vae" in words, "mdn" in words or "rnn" in words
+        if trains_vae == trains_mdn:
+            raise ConfigError(
+                f"phase '{phase}': update_world_model trains V in a phase with vae in its name and M in one with "
+                "mdn: rename the phase, or use the hooks update_vae, encode and update_mdn"
+            )
+        # A phase for M may follow without `encode`, so V encodes the images of each batch.
+        return "update_vae" if trains_vae else "update_mdn_on_images"
 
     def _vae_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
         """Train V: reconstruction error + KL with tolerance."""
@@ -136,7 +160,14 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
 
     def _mdn_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
         """Train M with teacher forcing: predict latent, reward and end of the next row from z and action."""
-        z = sample_normal(batch["mu"], batch["logvar"], noise["latent"])
+        return self._train_mdn(sample_normal(batch["mu"], batch["logvar"], noise["latent"]), batch)
+
+    def _mdn_step_on_images(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        """As `_mdn_step`, with the codes of the current V instead of the stored ones; slower by one pass of V."""
+        return self._train_mdn(self.encode_sequence(batch.obs, noise["latent"])["z"], batch)
+
+    def _train_mdn(self, z: torch.Tensor, batch: Batch) -> UpdateResult:
+        """z: (B, L + 1, latent)"""
         state = self.mdn_rnn.reset_state(len(z))
         h, _ = self.mdn_rnn.observe_sequence(state, z[:, :-1], batch.action[:, :-1])
         losses = self.mdn_rnn.losses(
