@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.build import assemble_workflow
+from rl_lab.build import assemble_workflow, build_workflow
 from rl_lab.config.compose import to_plain
 from rl_lab.config.saved import check_same_spec, difference_from
 from rl_lab.environments.normalizer import ObservationNormalizer, make_normalizer
@@ -172,6 +172,9 @@ def _assemble(config: Any, spec: Spec, where: torch.device, loaded: Loaded) -> A
         load_matching(_networks(components), loaded.state["components"], prefix="components")
         load_matching(dict(controllers.modules()), loaded.state["controllers"], prefix="controllers")
 
+    bare = build_workflow(config)
+    if not bare.can_act:
+        raise LabError(f"{loaded.path}: {bare.cannot_act}")
     workflow = assemble_workflow(config, spec, where, optimizers=False, load=load)
     workflow.set_state(loaded.state["workflow_custom"])
     workflow.context.components.eval()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def build_run(
             storage=storage,
             collector=collector,
         ),
-        cadences=build_cadences(training),
+        cadences=_possible_cadences(build_cadences(training), workflow, phases, say),
         settings=Settings(
             seed=seed,
             eval_episodes=int(training.evaluate.episodes),
@@ -208,6 +208,20 @@ def build_cadences(training: DictConfig) -> Cadences:
     epochs = training.checkpoint.get("epoch_weights")
     cadences["epoch_weights"] = Every.from_config({"every_cycles": epochs or None})
     return Cadences(**cadences)
+
+
+def _possible_cadences(
+    cadences: Cadences, workflow: Any, phases: list[PhaseDefinition], say: Callable[[str], None]
+) -> Cadences:
+    """Remove evaluation, and say so, if the workflow has no policy to call; a hook `evaluate` is an error."""
+    if workflow.can_act:
+        return cadences
+    for phase in phases:
+        if any(use.kind == "evaluate" for use in phase.hooks):
+            raise ConfigError(f"phase '{phase.name}' has the hook evaluate, but {workflow.cannot_act}")
+    if cadences.evaluate is not None:
+        say(f"training.evaluate is ignored: {workflow.cannot_act}")
+    return replace(cadences, evaluate=None)
 
 
 def eval_temperature(training: DictConfig) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.errors import ConfigError
+from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import (
     ActMode,
     ArraySpec,
@@ -98,8 +98,37 @@ class WorldModelWorkflow(ABC):
 
         A policy that needs its last action keeps it as `action` in its state. When somebody else acts (play),
         the executed action is written there.
+
+        The default calls `select_action(obs)` of a plain workflow, with name -> array (N, …), as its own
+        `collect_step` would.
         """
-        raise NotImplementedError
+        if not self.can_act:
+            raise LabError(self.cannot_act)
+        with torch.no_grad():
+            action = self.select_action({name: value.cpu().numpy() for name, value in obs.items()})  # type: ignore[attr-defined]
+        return torch.as_tensor(action).to(is_first.device), policy_state, {}
+
+    @property
+    def can_act(self) -> bool:
+        """Whether the agent can be evaluated, played and loaded: `act` or `select_action` is implemented."""
+        return not self._acts_plainly or hasattr(self, "select_action")
+
+    @property
+    def act_captures(self) -> bool:
+        """Whether `act` can be captured as a CUDA graph; `select_action` is host code."""
+        return not self._acts_plainly
+
+    @property
+    def _acts_plainly(self) -> bool:
+        return type(self).act is WorldModelWorkflow.act
+
+    @property
+    def cannot_act(self) -> str:
+        """The message for a workflow that steps environments in `collect_step` and has no policy to call."""
+        return (
+            f"{type(self).__name__} has no act(obs, policy_state, is_first, mode) and no select_action(obs), so it "
+            "cannot be evaluated, played or loaded as an agent: implement one of them"
+        )
 
     def before_act(self, mode: ActMode) -> None:
         """Write values that change between calls to the device. Called before `act` or its CUDA graph."""
