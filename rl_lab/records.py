@@ -439,6 +439,11 @@ class EpisodeTracker:
         self.total_episodes = int(state["total_episodes"])
 
 
+def standard_deviation(values: np.ndarray) -> float:
+    """Return the standard deviation; exactly 0 for equal values, whose mean may be rounded."""
+    return 0.0 if values.min() == values.max() else float(values.std())
+
+
 def return_statistics(episodes: list[Episode]) -> dict[str, float]:
     """Return mean, std, min and max of the returns, the mean length, and the mean of each `log/…` sum."""
     if not episodes:
@@ -446,7 +451,7 @@ def return_statistics(episodes: list[Episode]) -> dict[str, float]:
     returns = np.array([episode.episode_return for episode in episodes])
     statistics = {
         "return_mean": float(returns.mean()),
-        "return_std": float(returns.std()),
+        "return_std": standard_deviation(returns),
         "return_min": float(returns.min()),
         "return_max": float(returns.max()),
         "length_mean": float(np.mean([episode.length for episode in episodes])),

@@ -42,6 +42,20 @@ BEFORE_CONFIG = {
 }
 
 
+# Any Python can start it: the one that trained the run, if it is still there, evaluates.
+EVAL_SCRIPT = '''#!/usr/bin/env python3
+"""Evaluate this run: python scripts/eval.py [--episodes N …]"""
+
+import os
+import sys
+
+python = PYTHON
+python = python if os.path.exists(python) else sys.executable
+run = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+os.execv(python, [python, "-m", "rl_lab", "eval", run, *sys.argv[1:]])
+'''
+
+
 class RunFolder:
     """Paths and small files of a run."""
 
@@ -157,14 +171,14 @@ class RunFolder:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{self.spec_file} is damaged: {one_line(error)}") from error
 
-    def discard_if_unused(self) -> None:
-        """Delete the files of a run that failed before its first checkpoint or metrics line.
+    def discard_if_unused(self) -> bool:
+        """Delete the files of a run that failed before its first checkpoint or metrics line; return whether.
 
         Only files written by this process are deleted, and then empty folders that it created: all other
         files stay.
         """
         if any(self.checkpoints.iterdir()) or (self.metrics.exists() and self.metrics.stat().st_size):
-            return
+            return False
         logs = [path for path in self.tensorboard.iterdir() if not path.is_symlink() and path.is_file()]
         for file in (*self._written, *logs, self.metrics, self.path / LOCK_NAME):
             with contextlib.suppress(OSError):
@@ -172,17 +186,14 @@ class RunFolder:
         for folder in sorted(self._made, key=lambda path: len(path.parts), reverse=True):
             with contextlib.suppress(OSError):
                 folder.rmdir()  # fails if the folder is not empty
+        return True
 
     def _write_scripts(self) -> None:
         python = sys.executable
         scripts = {
             "resume.sh": f'#!/usr/bin/env bash\nexec "{python}" -m rl_lab resume "$(dirname "$0")/.." "$@"\n',
             "play.sh": f'#!/usr/bin/env bash\nexec "{python}" -m rl_lab.tools.play.shell "$(dirname "$0")/.." "$@"\n',
-            "eval.py": (
-                '"""Evaluate this run: python scripts/eval.py [--episodes N …]"""\n\n'
-                "import sys\nfrom pathlib import Path\n\nfrom rl_lab.cli import main\n\n"
-                'sys.exit(main(["eval", str(Path(__file__).resolve().parents[1]), *sys.argv[1:]]))\n'
-            ),
+            "eval.py": EVAL_SCRIPT.replace("PYTHON", repr(python)),
         }
         for name, text in scripts.items():
             file = self.path / "scripts" / name

@@ -82,7 +82,8 @@ def train_config(
         try:
             return _run(folder, config, say)
         except LabError:
-            folder.discard_if_unused()
+            if folder.discard_if_unused() and not folder.path.exists():
+                ignore_output_errors(say)(f"the run failed before it stored anything: removed {folder.path}")
             raise
 
 
@@ -123,16 +124,29 @@ def _resume_changed(
     after: Any = to_plain(config)
     check_config(after)
     differences = describe_differences(before, after)
+    _refuse_unsafe(differences)
     for path, (old, new) in sorted(differences.items()):
-        if not is_safe(path):
-            raise ConfigError(
-                f"{path} was {old!r} in this run and cannot become {new!r} on resume: start a new run "
-                f"(load.path=… loads the weights), or change only {', '.join(SAFE_ON_RESUME)}"
-            )
         if path not in ("run_dir", "output_root"):
             say(f"resume: {path}: {old!r} -> {new!r}")
     with RunLock(folder.path):
         return _run(folder, config, say)
+
+
+TELLING = ("experiment.name", "environment.task", "workflow._target_")  # what another run differs in
+
+
+def _refuse_unsafe(differences: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise ConfigError if a resume would change keys that must stay; the message names the most telling ones."""
+    unsafe = sorted((path for path in differences if not is_safe(path)), key=lambda p: (p not in TELLING, p))
+    if not unsafe:
+        return
+    old, new = differences[unsafe[0]]
+    others = ", ".join(unsafe[1:5]) + (f" and {len(unsafe) - 5} more" if len(unsafe) > 5 else "")
+    also = f" (and {others} differ)" if others else ""
+    raise ConfigError(
+        f"{unsafe[0]} was {old!r} in this run and cannot become {new!r} on resume{also}: start a new run in "
+        f"another run_dir (load.path=… loads the weights), or change only {', '.join(SAFE_ON_RESUME)}"
+    )
 
 
 def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:

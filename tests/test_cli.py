@@ -18,6 +18,7 @@ import rl_lab
 from rl_lab.cli import main
 from rl_lab.components.representation_learners.rssm import RSSM
 from rl_lab.errors import LabError
+from tests.same_run import stopped_at
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,9 +84,13 @@ def test_eval_is_deterministic(run: Path, tmp_path: Path, capsys):
 
 
 def test_eval_script_and_best_checkpoint(run: Path):
-    command = [sys.executable, "scripts/eval.py", "--episodes", "2", "--checkpoint", "best"]
+    """It runs by itself, and with a Python that has no rl_lab (-I ignores PYTHONPATH, -S the site packages)."""
+    command = ["./scripts/eval.py", "--episodes", "2", "--checkpoint", "best", "--no-video"]
     result = subprocess.run(command, cwd=run, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0 and "over 2 episodes" in result.stdout, result.stderr
+    command = [sys.executable, "-IS", "scripts/eval.py", "--help"]
+    result = subprocess.run(command, cwd=run, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.startswith("usage: rl-lab eval"), result.stderr
 
 
 def test_report_list_and_doctor(run: Path, capsys):
@@ -111,6 +116,27 @@ def test_resume_prints_changes_and_refuses_unsafe_keys(run: Path, capsys):
     assert "cannot become 3 on resume" in capsys.readouterr().err
     assert main(["resume", str(run), "algorithm.batch_sise=3"]) == 1
     assert main(["resume", str(run.parent / "nowhere")]) == 1
+    # The folder of another run: the message starts with what tells it, and says how much more differs.
+    assert main(["train", "experiment=random_cartpole", f"run_dir={run}"]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(
+        "error: experiment.name was 'dreamer_cartpole' in this run and cannot become 'random"
+    )
+    assert (
+        "(and workflow._target_, " in message and "more differ)" in message and "another run_dir" in message
+    )
+
+
+def test_end_of_a_run_is_said_once(tmp_path: Path, capsys, monkeypatch):
+    words = ["train", "debug=tiny", "logging.progress=off", f"run_dir={tmp_path / 'run'}"]
+    with stopped_at(monkeypatch, 40):
+        assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "stopped and saved; continue with: rl-lab resume" in shown and "done:" not in shown
+    assert main([*words, "experiment.seed=1", f"run_dir={tmp_path / 'new'}", "experiment.device=cuda:7"]) == 1
+    shown = capsys.readouterr().out
+    assert f"run folder: {tmp_path / 'new'}" in shown and not (tmp_path / "new").exists()
+    assert f"the run failed before it stored anything: removed {tmp_path / 'new'}" in shown
 
 
 def test_errors_are_one_message(capsys, tmp_path: Path):
@@ -118,6 +144,14 @@ def test_errors_are_one_message(capsys, tmp_path: Path):
         (["trian"], "Did you mean 'train'"),
         (["train", "experiment=dreamer_cartpol"], "dreamer_cartpole"),
         (["train", "debug=tiny", "experiment.device=cuda:7"], "CUDA devices"),
+        (
+            ["train", "debug=tiny", "experiment.device=xla"],
+            "must be auto, cpu, cuda, cuda:N or mps, not 'xla'",
+        ),
+        (
+            ["train", "debug=tiny", "experiment.device=meta"],
+            "must be auto, cpu, cuda, cuda:N or mps, not 'meta'",
+        ),
         (["train", "debug=tiny", "environment.task=CartPole-v7"], "CartPole"),
         (["train", "debug=tiny", "components/encoder=mlp", "environment=dummy_dict"], "encoder"),
         (["train", "debug=tiny", "training.phases=[{name: x, workflow_hooks: [colect]}]"], "collect"),

@@ -70,6 +70,14 @@ MISTAKES = {
         ["sequences of 5 rows do not fit", "capacity of at least"],
     ),
     "device": ([*TINY, "experiment.device=cuda:7"], ["experiment.device is 'cuda:7'", "use auto"]),
+    "words of IRIS": (
+        ["train", "env=atari", "params=atari", "env.train.id=BreakoutNoFrameskip-v4"],
+        ["env is not a known key. Did you mean 'environment'? Known: _dims, algorithm"],
+    ),
+    "two wrong keys": (
+        ["train", "trainin.total_timesteps=3", "common.device=cpu"],
+        ["trainin.total_timesteps is not a known key. Did you mean 'training.total_timesteps'"],
+    ),
     "environment": ([*TINY, "environment.task=CartPole-v7"], ["CartPole"]),
     "environments": ([*TINY, "environment.num_envs=none"], ["num_envs", "an integer"]),
     "evaluation's": ([*TINY, "environment.eval.num_envs=none"], ["num_envs", "an integer"]),

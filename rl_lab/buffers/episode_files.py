@@ -31,8 +31,8 @@ from rl_lab.utils.files import crc32_of
 
 SUFFIXES = (".npz", ".pt")
 OBSERVATIONS = "observations"
-IRIS_ENDS = "ends"  # `dones` in the episode files of IRIS and Δ-IRIS
-KEYS = (OBSERVATIONS, "actions", "rewards", *ENDS, IRIS_ENDS)
+OTHER_ENDS = "ends"  # `dones` in the episode files of IRIS and Δ-IRIS
+KEYS = (OBSERVATIONS, "actions", "rewards", *ENDS, OTHER_ENDS)
 ACTION_TOLERANCE = 1e-3  # outside [-1, 1], for rounding errors
 
 
@@ -64,8 +64,8 @@ class EpisodeFiles:
         self.without_last = 0
         for file, count in zip(self.files, self.rows):
             content = _read(file)
-            if IRIS_ENDS in content and not any(key in content for key in ENDS):
-                content["dones"] = content.pop(IRIS_ENDS)
+            if OTHER_ENDS in content and not any(key in content for key in ENDS):
+                content["dones"] = content.pop(OTHER_ENDS)
             try:
                 rows = self._episode(content)
             except MissingKeyError as error:

@@ -79,11 +79,15 @@ def normalise_override(override: str) -> str:
 
 
 def register_resolvers() -> None:
-    """Register arithmetic for sizes: `${add:${_dims.observation},10}`, `${mul:…}`, `${floordiv:…}`."""
+    """Register arithmetic for sizes: `${add:${_dims.observation},10}`, `${mul:…}`, `${floordiv:…}`, `${least:…}`.
+
+    `least` ignores null, and `floordiv` of null is null, so that `training.total_timesteps` may be null.
+    """
     resolvers = {
         "add": lambda *numbers: sum(numbers),
         "mul": lambda first, second: first * second,
-        "floordiv": lambda first, second: first // second,
+        "floordiv": lambda first, second: None if first is None else first // second,
+        "least": lambda *numbers: min(number for number in numbers if number is not None),
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
@@ -308,10 +312,23 @@ def explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[Pa
     return _first_line(error)
 
 
+# Keys of IRIS and Δ-IRIS that resemble none of ours (docs/howto/coming_from.md has all names).
+OTHER_NAMES = {
+    "env": "environment",
+    "env.train.id": "environment.task",
+    "env.test.id": "environment.eval.task",
+    "params": "experiment",
+    "common.device": "experiment.device",
+    "common.seed": "experiment.seed",
+}
+
+
 def _nearest_keys(path: str, overrides: Sequence[str]) -> str:
     """Return `closest` for a key: the nearest of all keys, and the list of its siblings."""
     keys = _known_keys(overrides, path)
     near = closest(path, keys).partition(" Known:")[0]
+    if path in OTHER_NAMES:
+        near = f" Did you mean '{OTHER_NAMES[path]}'?"
     parents = [".".join(path.split(".")[:count]) for count in range(path.count("."), 0, -1)]
     parent = next((f"{parent}." for parent in parents if parent in keys), "")
     siblings = [key for key in keys if key.startswith(parent) and "." not in key.removeprefix(parent)]
@@ -327,12 +344,15 @@ def _known_keys(overrides: Sequence[str], wrong: str) -> list[str]:
     # One value of a sweep (experiment.seed=0,1) is enough.
     good = [re.sub(r"=([\w.]+)(,[\w.]+)+$", r"=\1", override) for override in overrides]
     good = [override for override in good if not override.lstrip("+~").startswith(wrong)]
-    try:
-        with initialize_config_module("rl_lab.configs", version_base="1.3"):
-            config = compose("config", overrides=good)
-    except Exception:
-        return []
-    return list(_paths(OmegaConf.to_container(config, resolve=False)))
+    groups = [item for item in good if item.startswith(("experiment=", "hydra.searchpath="))]
+    for words in (good, groups, []):  # other overrides may be wrong, too
+        try:
+            with initialize_config_module("rl_lab.configs", version_base="1.3"):
+                config = compose("config", overrides=words)
+        except Exception:
+            continue
+        return list(_paths(OmegaConf.to_container(config, resolve=False)))
+    return []
 
 
 def _paths(node: Any, prefix: str = "") -> Iterable[str]:

@@ -22,7 +22,9 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"experiment.device must be auto, cpu, cuda, cuda:N or mps, not '{name}'") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda", "mps"):
+        raise ConfigError(f"experiment.device must be auto, cpu, cuda, cuda:N or mps, not '{name}'")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

@@ -22,7 +22,8 @@ def main(args: argparse.Namespace) -> int:
         args.run = None
     folder = find_run(args.run, output_root(None))
     result = resume(folder.path, overrides)
-    ignore_output_errors(print)(
-        f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
-    )
+    if not result.interrupted:  # that has been printed
+        ignore_output_errors(print)(
+            f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
+        )
     return 0

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from rl_lab.records import standard_deviation
+
 Scores = Sequence[np.ndarray]  # per task (…, runs)
 Aggregate = Callable[[Scores], np.ndarray]
 
@@ -231,7 +233,7 @@ def describe(
     found = intervals([array], OF_ONE_TASK, level=level, repetitions=repetitions, seed=seed)
     return {
         **{name: interval.value for name, interval in found.items()},
-        "std": float(array.std()),
+        "std": standard_deviation(array),
         "min": float(array.min()),
         "max": float(array.max()),
         "intervals": {

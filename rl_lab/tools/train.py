@@ -47,9 +47,10 @@ def main(args: argparse.Namespace) -> int:
     from rl_lab.training import ignore_output_errors, train_config
 
     result = train_config(config, args.overrides)
-    ignore_output_errors(print)(
-        f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
-    )
+    if not result.interrupted:  # that has been printed
+        ignore_output_errors(print)(
+            f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
+        )
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_lab.errors import ConfigError, MissingPackageError, closest, install_line
+from rl_lab.errors import ConfigError, MissingPackageError, closest, install_line, one_line
 from rl_lab.utils.files import JsonlWriter, inside
 from rl_lab.utils.media import gif, png, save_image, save_video, to_frames, to_image
 
@@ -97,7 +97,13 @@ class WandbWriter:
         known = id_file.read_text().strip() if id_file.is_file() else None
         settings = {key: value for key, value in options.items() if value is not None}
         settings.setdefault("id", known)
-        self._run = wandb.init(dir=str(run_dir), mode=mode, resume="allow", **settings)
+        try:
+            self._run = wandb.init(dir=str(run_dir), mode=mode, resume="allow", **settings)
+        except Exception as error:  # no account on this machine, or no connection
+            raise ConfigError(
+                f"wandb.mode={mode}: wandb cannot start ({one_line(error)}): run wandb login, or set "
+                "wandb.mode=offline or disabled"
+            ) from error
         id_file.write_text(f"{self._run.id}\n")
 
     def scalars(self, metrics: Mapping[str, float], step: int) -> None:

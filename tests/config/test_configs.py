@@ -61,6 +61,23 @@ def test_prefilled_collects_before_updates(tmp_path: Path):
     assert run.counters["updates"] == 10
 
 
+def test_staged_phases_fit_a_short_run(tmp_path: Path):
+    run = rl_lab.train(None, ["phases=staged", "debug=tiny", *QUIET, f"run_dir={tmp_path / 'run'}"])
+    assert (run.counters["env_steps"], run.counters["updates"]) == (
+        100,
+        49,
+    )  # 25 + 12, then 12 in the joint phase
+    for total, durations in (
+        ("12000", (2000, 1000, 500)),
+        ("null", (2000, 1000, 500)),
+        ("400", (200, 100, 50)),
+    ):
+        first, second, third, _ = compose_config(
+            ["phases=staged", f"training.total_timesteps={total}"]
+        ).training.phases
+        assert (first.duration_steps, second.duration_updates, third.duration_updates) == durations
+
+
 @pytest.mark.parametrize("name", known_choices("size"))
 def test_every_size_has_all_widths(name: str):
     size = compose_config([f"size={name}"]).algorithm.size

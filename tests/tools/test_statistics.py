@@ -145,3 +145,4 @@ def test_episodes_of_one_run():
     )
     assert found["intervals"]["mean"][0] < 4.0 < found["intervals"]["mean"][1]
     assert statistics.describe([5.0])["intervals"]["mean"] is None
+    assert statistics.describe([0.1] * 3)["std"] == 0.0 != np.std([0.1] * 3)  # the mean is rounded

@@ -159,6 +159,20 @@ def test_wandb_missing_or_unknown_mode(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_wandb_without_login(tmp_path, monkeypatch):
+    class UsageError(Exception):
+        pass
+
+    def init(**settings):
+        raise UsageError("No API key configured. Use `wandb login` to log in.\nMore lines")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    message = r"^wandb\.mode=online: wandb cannot start \(UsageError: No API key .*\): run wandb login, or set wandb.mode"
+    with pytest.raises(ConfigError, match=message):
+        ExperimentLogger(tmp_path, wandb_mode="online")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_wandb_logs_and_resumes(tmp_path, monkeypatch):
     calls: list[tuple] = []
 
