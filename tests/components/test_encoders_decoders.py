@@ -136,3 +136,15 @@ def test_identity_representation():
     assert identity.observe_sequence(obs["vector"]) is obs["vector"]
     assert identity.decode(obs) is obs
     assert list(identity.parameters()) == []
+
+
+def test_identity_as_encoder():
+    """All vectors as they are, in sorted order; images are refused."""
+    identity = IdentityRepresentation(spec_of(VECTOR))
+    obs = {"position": torch.randn(5, 2, 2), "count": torch.tensor([[1, 2]] * 5)}
+    state = identity(obs, noise=None)
+    assert state.shape == (5, 2, identity.embed_dim) and state.dtype == torch.float32
+    assert torch.equal(state, torch.cat([obs["count"].float().unsqueeze(-1), obs["position"]], -1))
+    for spec in (None, spec_of(IMAGE), spec_of({**VECTOR, **IMAGE})):
+        with pytest.raises(ConfigError, match=r"^components\.encoder: .* vector observations only"):
+            IdentityRepresentation(spec)(obs)

@@ -33,9 +33,10 @@ def test_learns_discrete_cue(tmp_path: Path):
 
 
 @pytest.mark.learning
-def test_swings_up_pendulum(tmp_path: Path):
+@pytest.mark.parametrize("name", ["tdmpc2_pendulum", "tdmpc2_pendulum_identity"])
+def test_swings_up_pendulum(name: str, tmp_path: Path):
     """Random actions get about -1,200, a good controller -150."""
-    run = rl_lab.train("tdmpc2_pendulum", [*QUIET, f"run_dir={tmp_path / 'run'}"])
+    run = rl_lab.train(name, [*QUIET, f"run_dir={tmp_path / 'run'}"])
     result = evaluate(run.path, checkpoint="best", episodes=20, seed=1)
     assert result["return_mean"] > -250
 
