@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_lab.build import Run, build_run, environment_spec
 from rl_lab.config.checks import check_config
 from rl_lab.config.compose import change_key, compose_config, resolve_config, select, to_plain
-from rl_lab.config.saved import SAFE_ON_RESUME, check_same_config, check_same_spec, is_safe
+from rl_lab.config.saved import check_same_config, check_same_spec, refuse_unsafe
 from rl_lab.errors import CheckpointError, ConfigError, LabError, unexpected
 from rl_lab.orchestration.diagnostics import Trace, is_out_of_memory, out_of_memory
 from rl_lab.records import Spec
@@ -124,29 +124,12 @@ def _resume_changed(
     after: Any = to_plain(config)
     check_config(after)
     differences = describe_differences(before, after)
-    _refuse_unsafe(differences)
+    refuse_unsafe(differences)
     for path, (old, new) in sorted(differences.items()):
         if path not in ("run_dir", "output_root"):
             say(f"resume: {path}: {old!r} -> {new!r}")
     with RunLock(folder.path):
         return _run(folder, config, say)
-
-
-TELLING = ("experiment.name", "environment.task", "workflow._target_")  # what another run differs in
-
-
-def _refuse_unsafe(differences: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise ConfigError if a resume would change keys that must stay; the message names the most telling ones."""
-    unsafe = sorted((path for path in differences if not is_safe(path)), key=lambda p: (p not in TELLING, p))
-    if not unsafe:
-        return
-    old, new = differences[unsafe[0]]
-    others = ", ".join(unsafe[1:5]) + (f" and {len(unsafe) - 5} more" if len(unsafe) > 5 else "")
-    also = f" (and {others} differ)" if others else ""
-    raise ConfigError(
-        f"{unsafe[0]} was {old!r} in this run and cannot become {new!r} on resume{also}: start a new run in "
-        f"another run_dir (load.path=… loads the weights), or change only {', '.join(SAFE_ON_RESUME)}"
-    )
 
 
 def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:

@@ -93,6 +93,23 @@ def is_safe(path: str) -> bool:
     return any(fnmatch(path, safe) or fnmatch(path, f"{safe}.*") for safe in SAFE_ON_RESUME)
 
 
+TELLING = ("experiment.name", "environment.task", "workflow._target_")  # what another run differs in
+
+
+def refuse_unsafe(differences: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise ConfigError if a resume would change keys that must stay; the message names the most telling ones."""
+    unsafe = sorted((path for path in differences if not is_safe(path)), key=lambda p: (p not in TELLING, p))
+    if not unsafe:
+        return
+    old, new = differences[unsafe[0]]
+    others = ", ".join(unsafe[1:5]) + (f" and {len(unsafe) - 5} more" if len(unsafe) > 5 else "")
+    also = f" (and {others} differ)" if others else ""
+    raise ConfigError(
+        f"{unsafe[0]} was {old!r} in this run and cannot become {new!r} on resume{also}: start a new run in "
+        f"another run_dir (load.path=… loads the weights), or change only {', '.join(SAFE_ON_RESUME)}"
+    )
+
+
 def difference_from(trained: Mapping[str, Any] | None, config: Mapping[str, Any]) -> str:
     """Return a sentence about the first key that differs from the config of a checkpoint, or "".
 

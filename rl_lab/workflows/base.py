@@ -104,9 +104,16 @@ class WorldModelWorkflow(ABC):
         """
         if not self.can_act:
             raise LabError(self.cannot_act)
-        with torch.no_grad():
-            action = self.select_action({name: value.cpu().numpy() for name, value in obs.items()})  # type: ignore[attr-defined]
-        return torch.as_tensor(action).to(is_first.device), policy_state, {}
+        arrays = {name: value.cpu().numpy() for name, value in obs.items()}
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+        ):  # evaluation must not change training's randomness
+            if mode.generator is not None:
+                seed = torch.randint(2**62, (), generator=mode.generator, device=mode.generator.device)
+                torch.manual_seed(int(seed))
+            action = self.select_action(arrays)  # type: ignore[attr-defined]
+        return torch.as_tensor(action, device=is_first.device), policy_state, {}
 
     @property
     def can_act(self) -> bool:

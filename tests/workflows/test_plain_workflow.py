@@ -102,6 +102,11 @@ def test_select_action_evaluates_plays_and_loads(project: Path, capsys):
     assert result["return_mean"] > 0 and agent.step == run.counters["env_steps"]
     assert agent.act(np.zeros(4, np.float32)) in (0, 1)
     assert not agent.workflow.act_captures  # host code
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    agent.act(np.zeros(4, np.float32))
+    assert torch.equal(torch.rand(1), expected)  # acting does not change the randomness of training
     assert main(["play", "run", "--steps", "3"]) == 0
     assert list(project.glob("run/media/recordings/*.npz")) and "error" not in capsys.readouterr().err
 
