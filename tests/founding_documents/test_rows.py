@@ -46,7 +46,7 @@ def dotted(names: Any) -> list[str]:
 
 
 @functools.cache
-def tests() -> set[str]:
+def known_tests() -> set[str]:
     """Names of all test functions."""
     files = (ROOT / "tests").rglob("test_*.py")
     return {name for file in files for name in re.findall(r"^def (test_\w+)\(", file.read_text(), re.M)}
@@ -97,7 +97,7 @@ def test_statement(
         assert (ROOT / path).exists(), path
     for words in many(entry.get("page", [])):
         assert words in PAGES
-    assert set(many(entry.get("test", []))) <= tests()
+    assert set(many(entry.get("test", []))) <= known_tests()
     if set(entry) & {"run", "checkpoint", "metrics"}:
         tried_in(request.getfixturevalue("run"), entry)
 
