@@ -127,6 +127,7 @@ def make_loop(env_steps: int) -> Orchestrator:
         runners=runners,
         log=RunLog(IdleLogger(), stopwatch=stopwatch, total_steps=env_steps),
         run_state=RunState(workflow=workflow, scheduler=scheduler),
+        own_collect_step=workflow.collect_step,
         cadences=Cadences(
             log=Every({"env_steps": 10_000}),
             report=Every({"env_steps": 50_000}),

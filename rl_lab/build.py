@@ -23,14 +23,14 @@ from rl_lab.errors import ConfigError, LabError, closest, reject_unknown, unexpe
 from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.evaluator import Evaluator
-from rl_lab.orchestration.evolution import Generations
 from rl_lab.orchestration.orchestrator import Orchestrator, Settings
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import EVERY_KEYS, Cadences, Every, HookInfo, PhaseDefinition, parse_phases
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
-from rl_lab.orchestration.updates import HookRunner, Storage
-from rl_lab.records import Hook, Spec
+from rl_lab.orchestration.updates import HookRunner, Runner, Storage, TransformRunner
+from rl_lab.protocols import CollectStep
+from rl_lab.records import AnyHook, EvolveHook, Spec, TransformHook
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.metrics import Stopwatch
 from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
@@ -78,8 +78,8 @@ def build_run(
     optimizers = build_optimizers(config, components, controllers)
     workflow = build_workflow(config)
     # The Collector copies what it keeps; a workflow with its own collect_step gets copies of the arrays.
-    own_collect = type(workflow).collect_step is not WorldModelWorkflow.collect_step
-    environment = training_environment(config, spec, copy=own_collect, logger=logger, say=say)
+    collect_step = own_collect_step(workflow)
+    environment = training_environment(config, spec, copy=collect_step is not None, logger=logger, say=say)
     collector = Collector(
         environment,
         device=device,
@@ -106,7 +106,6 @@ def build_run(
         initial_dones=environment.last_dones,
         trains=True,
     )
-    workflow.attach(context)
     workflow.initialize(context)
     # The workflow decides which extra columns are stored, so the buffers are built after it.
     home = checkpoints.folder.parent / "buffers" if checkpoints is not None else None
@@ -129,18 +128,9 @@ def build_run(
     _check_temperatures(workflow, training, phases)
     total = int(training.total_timesteps) if training.total_timesteps else None
     scheduler = PhaseScheduler(phases, total_timesteps=total, is_ready=storage.ready)
-    runners = {
-        name: HookRunner(
-            name,
-            hook,
-            device=device,
-            generator=generators.device(f"hook/{name}"),
-            capture=bool(training.capture),
-            tensor_float=asks_for_tensor_float(training.precision),
-            stopwatch=stopwatch,
-        )
-        for name, hook in hooks.items()
-    }
+    runners = build_runners(
+        config, hooks, storage, environment, device, generators=generators, stopwatch=stopwatch, say=say
+    )
     orchestrator = Orchestrator(
         workflow=workflow,
         scheduler=scheduler,
@@ -164,6 +154,8 @@ def build_run(
             storage=storage,
             collector=collector,
         ),
+        collector=collector,
+        own_collect_step=collect_step,
         cadences=_possible_cadences(build_cadences(training), workflow, phases, say),
         settings=Settings(
             seed=seed,
@@ -178,15 +170,60 @@ def build_run(
         ),
         checkpoints=checkpoints,
         evaluator=build_evaluator(config, device, normalizer=environment.normalizer, say=say),
-        generations=Generations(
-            functools.partial(population_environment, config, environment, say),
-            seed=seed,
-            say=say,
-            capture=bool(training.capture),
-        ),
         say=say,
     )
     return Run(config, spec, context, workflow, orchestrator)
+
+
+def own_collect_step(workflow: WorldModelWorkflow) -> CollectStep | None:
+    """Return the workflow's `collect_step` if it has one of its own; else the loop calls the Collector."""
+    overridden = type(workflow).collect_step is not WorldModelWorkflow.collect_step
+    return workflow.collect_step if overridden else None
+
+
+def build_runners(
+    config: DictConfig,
+    hooks: Mapping[str, AnyHook],
+    storage: Storage,
+    environment: VectorEnv,
+    device: torch.device,
+    *,
+    generators: Generators,
+    stopwatch: Stopwatch,
+    say: Callable[[str], None],
+) -> dict[str, Runner]:
+    """Create the runner of each hook, by its kind."""
+    capture = bool(config.training.capture)
+    runners: dict[str, Runner] = {}
+    for name, hook in hooks.items():
+        generator = generators.device(f"hook/{name}")  # of every hook: a checkpoint has all of them
+        if isinstance(hook, TransformHook):
+            runners[name] = TransformRunner(name, hook, storage=storage)
+        elif not isinstance(hook, EvolveHook):
+            runners[name] = HookRunner(
+                name,
+                hook,
+                device=device,
+                generator=generator,
+                storage=storage,
+                capture=capture,
+                tensor_float=asks_for_tensor_float(config.training.precision),
+                stopwatch=stopwatch,
+                say=say,
+            )
+    evolutions = {name: hook for name, hook in hooks.items() if isinstance(hook, EvolveHook)}
+    if evolutions:
+        from rl_lab.orchestration.evolution import EvolveRunner, Generations
+
+        generations = Generations(
+            functools.partial(population_environment, config, environment, say),
+            seed=int(config.experiment.seed),
+            say=say,
+            capture=capture,
+        )
+        for name, evolution in evolutions.items():
+            runners[name] = EvolveRunner(name, evolution, generations, device=device, storage=storage)
+    return {name: runners[name] for name in hooks}
 
 
 def build_cadences(training: DictConfig) -> Cadences:
@@ -302,8 +339,14 @@ def _choice(path: str, value: Any, allowed: tuple[str, ...]) -> str:
 # ---------------------------------------------------------------- workflow and its parts
 
 
-def build_workflow(config: DictConfig) -> Any:
-    return instantiate("workflow", config.workflow)
+def build_workflow(config: DictConfig) -> WorldModelWorkflow:
+    workflow = instantiate("workflow", config.workflow)
+    if not isinstance(workflow, WorldModelWorkflow):
+        raise ConfigError(
+            f"workflow._target_: {type(workflow).__name__} is not a workflow: "
+            "make it a subclass of rl_lab.workflows.base.WorldModelWorkflow"
+        )
+    return workflow
 
 
 def assemble_workflow(
@@ -331,12 +374,11 @@ def assemble_workflow(
         trains=optimizers,
     )
     workflow = build_workflow(config)
-    workflow.attach(context)
     workflow.initialize(context)
     return workflow
 
 
-def hook_infos(hooks: Mapping[str, Hook]) -> dict[str, HookInfo]:
+def hook_infos(hooks: Mapping[str, AnyHook]) -> dict[str, HookInfo]:
     return {
         name: HookInfo(hook.kind, hook.batch.replayed_steps if hook.batch else 0)
         for name, hook in hooks.items()

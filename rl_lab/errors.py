@@ -17,6 +17,12 @@ class ConfigError(LabError):
     """A config has an unknown name or an invalid value."""
 
 
+class BatchNameError(LabError, KeyError, AttributeError):
+    """A batch has no column of that name; the message says where the value is."""
+
+    __str__ = Exception.__str__  # KeyError's would add quotes
+
+
 class CheckpointError(LabError):
     """A checkpoint is missing, damaged, or does not fit."""
 

@@ -9,14 +9,18 @@ Letters used for shapes everywhere: N environments, B batch, T time, H horizon, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
+from rl_lab.errors import BatchNameError, closest
+
 if TYPE_CHECKING:
     import torch
+
+    from rl_lab.protocols import Evolvable
 
 
 # Columns of every stored row, in addition to observations ("obs/<name>") and extras of the policy.
@@ -178,12 +182,11 @@ class RowIndex:
 
 
 class Batch(Mapping[str, Any]):
-    """Sequences of stored rows, (B, T, …), with T = context + length.
+    """Sequences of stored rows, (B, T, …), with T = context + length. `len(batch)` is B.
 
     Columns are available as attributes (`batch.reward`) and keys (`batch["obs/vector"]`); `batch.obs` is the
     dict of observations. Reward, terminated, truncated and is_first *arrived with* the observation; `action`
-    was taken after it. `batch.transitions()` returns transitions, with the reward that *followed* each
-    action.
+    was taken after it. `batch.transitions()` has the plural names: `rewards` *followed* each action.
     """
 
     def __init__(
@@ -211,47 +214,139 @@ class Batch(Mapping[str, Any]):
         columns = self.__dict__.get("columns", {})
         if name in columns:
             return columns[name]
-        raise AttributeError(f"batch.{name} does not exist; the columns are {sorted(columns)}")
+        raise self._unknown(f"batch.{name}", name)
 
     def __getitem__(self, key: str) -> Any:
-        if key in self.columns:
+        try:
             return self.columns[key]
-        if key in TRANSITION_KEYS:
-            return self.transitions()[key]
-        raise KeyError(
-            f"batch['{key}'] does not exist; the columns are {sorted(self.columns)} and {sorted(TRANSITION_KEYS)}"
-        )
+        except KeyError:
+            raise self._unknown(f"batch['{key}']", key) from None
+
+    def _unknown(self, asked: str, name: str) -> BatchNameError:
+        if name in PLURAL_NAMES:
+            row = PLURAL_NAMES[name]
+            other = f", or the row's batch['{row}']" if row else ""
+            return BatchNameError(
+                f"{asked} is a name of transitions, but this batch holds stored rows: "
+                f"use batch.transitions()['{name}']{other}"
+            )
+        return BatchNameError(f"{asked} does not exist.{closest(name, self.__dict__.get('columns', {}))}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.columns)
 
     def __len__(self) -> int:
-        return len(self.columns)
+        """Return the number of sequences."""
+        return len(next(iter(self.columns.values()), ()))
 
-    def transitions(self) -> dict[str, Any]:
-        """Return T-1 transitions, each with the reward and end that *followed* its action.
+    # Mapping's views would take their length from `len(batch)`.
+    def keys(self) -> KeysView[str]:
+        return self.columns.keys()
 
-        Keys: observations, actions, rewards, dones, terminated, next_observations, each (B, T-1, …), and
-        `valid` (B, T-1), False where the next row belongs to another episode or to padding.
-        Observations are one tensor when there is a single observation key, else a dict.
-        """
-        now = {key: value[:, :-1] for key, value in self.obs.items()}
-        following = {key: value[:, 1:] for key, value in self.obs.items()}
-        valid = ~self.is_first[:, 1:]
-        if self.mask is not None:
-            valid = valid & self.mask[:, :-1] & self.mask[:, 1:]
-        return {
+    def values(self) -> ValuesView[torch.Tensor]:
+        return self.columns.values()
+
+    def items(self) -> ItemsView[str, torch.Tensor]:
+        return self.columns.items()
+
+    def transitions(self) -> Transitions:
+        """Return T-1 transitions, each with the reward and end that *followed* its action."""
+        return Transitions(self)
+
+
+# Names of transitions -> the row's column that holds the value of another time step.
+PLURAL_NAMES = {
+    "observations": "obs/…",
+    "next_observations": "obs/…",
+    "actions": "action",
+    "rewards": "reward",
+    "dones": "",
+    "valid": "",
+}
+_SINGULAR_NAMES = {"obs": "observations", "action": "actions", "reward": "rewards"}
+_ROW_NAMES = {*_SINGULAR_NAMES, *ROW_COLUMNS, "mask", "index", "columns"}
+
+
+class Transitions(Mapping[str, Any]):
+    """T-1 transitions of B sequences: what plain hooks receive. `len(batch)` is B.
+
+    observations, actions, next_observations   (B, T-1, …); observations are one tensor when there is a single
+                                               observation key, else a dict
+    rewards, dones, terminated, truncated      (B, T-1): what *followed* the action
+    valid                                      (B, T-1): False where the next row belongs to another episode
+                                               or to padding
+    every further column                       (B, T-1, …): as stored with the observation
+
+    The names are keys (`batch["rewards"]`) and attributes (`batch.rewards`). `batch.rows` is the Batch of
+    stored rows, whose names are singular.
+    """
+
+    def __init__(self, rows: Batch) -> None:
+        self.rows = rows
+        now = {key: value[:, :-1] for key, value in rows.obs.items()}
+        following = {key: value[:, 1:] for key, value in rows.obs.items()}
+        valid = ~rows.is_first[:, 1:]
+        if rows.mask is not None:
+            valid = valid & rows.mask[:, :-1] & rows.mask[:, 1:]
+        self._values: dict[str, Any] = {
+            name: value[:, :-1]
+            for name, value in rows.columns.items()
+            if name not in ROW_COLUMNS and not name.startswith(OBS_PREFIX)
+        }
+        self._values |= {
             "observations": _single(now),
-            "actions": self.action[:, :-1],
-            "rewards": self.reward[:, 1:],
-            "dones": self.terminated[:, 1:] | self.truncated[:, 1:],
-            "terminated": self.terminated[:, 1:],
+            "actions": rows.action[:, :-1],
+            "rewards": rows.reward[:, 1:],
+            "dones": rows.terminated[:, 1:] | rows.truncated[:, 1:],
+            "terminated": rows.terminated[:, 1:],
+            "truncated": rows.truncated[:, 1:],
             "next_observations": _single(following),
             "valid": valid,
         }
 
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        if name in values:
+            return values[name]
+        raise self._unknown(f"batch.{name}", name)
 
-TRANSITION_KEYS = frozenset({"observations", "actions", "rewards", "dones", "next_observations", "valid"})
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self._values[key]
+        except KeyError:
+            raise self._unknown(f"batch['{key}']", key) from None
+
+    def _unknown(self, asked: str, name: str) -> BatchNameError:
+        values = self.__dict__.get("_values", {})
+        if name in _ROW_NAMES or name.startswith(OBS_PREFIX):
+            plural = _SINGULAR_NAMES.get(name, "observations" if name.startswith(OBS_PREFIX) else "")
+            own = f"use batch['{plural}'], or " if plural else "use "
+            row = f"batch.rows.{name}" if name.isidentifier() else f"batch.rows['{name}']"
+            return BatchNameError(
+                f"{asked} is a name of stored rows, but this batch holds transitions: {own}{row} for the rows"
+            )
+        return BatchNameError(f"{asked} does not exist.{closest(name, values)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self.rows)
+
+    # Mapping's views would take their length from `len(batch)`.
+    def keys(self) -> KeysView[str]:
+        return self._values.keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self._values.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._values.items()
+
+    def transitions(self) -> Transitions:
+        """Return the batch itself, so that a step may be a plain or a declared hook."""
+        return self
 
 
 def _single(arrays: dict[str, Any]) -> Any:
@@ -283,6 +378,16 @@ class ImaginedStep:
     obs: dict[str, torch.Tensor] = field(
         default_factory=dict
     )  # decoded, in the stored format; empty without a decoder
+
+
+@dataclass
+class Quantized:
+    """Vectors (M, D) replaced by codes, with straight-through gradients."""
+
+    vectors: torch.Tensor  # (M, D)
+    tokens: torch.Tensor  # (M,) int64
+    loss: torch.Tensor  # (M,) loss of the quantizer; zeros if it has none
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # 0-d, detached
 
 
 @dataclass(frozen=True)
@@ -340,24 +445,60 @@ class NoiseSpec:
 
 @dataclass(frozen=True)
 class Hook:
-    """An action that a workflow offers to the phases.
+    """An update that a workflow declares: step(batch, scalars, noise) -> UpdateResult.
 
-    kind "update":     step(batch, scalars, noise) -> UpdateResult. It has fixed shapes and does not synchronize
-                       with the host, so it can be captured as a CUDA graph. `scalars` and `noise` are dicts of
-                       device tensors.
-    kind "transform":  step(batch) -> {column: (B, T, …)}; runs once over the buffer and stores the columns.
-    kind "evolve":     step is an object with ask / act / tell (see orchestration/evolution.py).
-
-    plain: step(batch, phase=…) -> dict of floats is an ordinary method, which is never captured.
+    The step has fixed shapes and does not synchronize with the host, so it can be captured as a CUDA graph.
+    batch:    the Batch of stored rows that it samples; None: it gets None
+    scalars:  called before each step; its values reach the step as device tensors
+    noise:    drawn before each step; reaches the step as device tensors
+    prefix:   of metrics without a prefix
     """
 
-    step: Any
-    kind: Literal["update", "transform", "evolve"] = "update"
+    step: Callable[[Any, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], UpdateResult]
     batch: BatchSpec | None = None
     scalars: Callable[[Mapping[str, Any], Mapping[str, int]], Mapping[str, float]] | None = None
     noise: Mapping[str, NoiseSpec] = field(default_factory=dict)
-    prefix: str = "train"  # of metrics without a prefix
-    plain: bool = False
+    prefix: str = "train"
+    kind: ClassVar[str] = "update"
+
+
+@dataclass(frozen=True)
+class PlainHook:
+    """An update that is an ordinary method, never captured: step(batch, phase=…) -> dict of floats.
+
+    The step gets Transitions, not stored rows.
+    """
+
+    step: Callable[..., Mapping[str, Any] | UpdateResult | None]
+    batch: BatchSpec | None = None
+    prefix: str = "train"
+    kind: ClassVar[str] = "update"
+
+
+@dataclass(frozen=True)
+class TransformHook:
+    """Runs once over the buffer of its phase and stores columns: step(batch) -> {column: (B, T, …)}.
+
+    batch: of `WorldModelWorkflow.report`, if this is the workflow's first hook
+    """
+
+    step: Callable[[Batch], Mapping[str, torch.Tensor]]
+    batch: BatchSpec | None = None
+    prefix: str = "train"
+    kind: ClassVar[str] = "transform"
+
+
+@dataclass(frozen=True)
+class EvolveHook:
+    """One generation of candidates: ask, evaluate, tell. batch: for an evolution in a world model."""
+
+    step: Evolvable
+    batch: BatchSpec | None = None
+    prefix: str = "train"
+    kind: ClassVar[str] = "evolve"
+
+
+AnyHook: TypeAlias = Hook | PlainHook | TransformHook | EvolveHook
 
 
 # ---------------------------------------------------------------- episodes

@@ -17,7 +17,6 @@ from rl_lab.config.checks import check_config
 from rl_lab.config.compose import change_key, compose_config, resolve_config, select, to_plain
 from rl_lab.config.saved import check_same_config, check_same_spec, refuse_unsafe
 from rl_lab.errors import CheckpointError, ConfigError, LabError, unexpected
-from rl_lab.orchestration.diagnostics import Trace, is_out_of_memory, out_of_memory
 from rl_lab.records import Spec
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
 from rl_lab.utils.checkpoint.loading import Loaded
@@ -162,10 +161,12 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
         if config.load.path:
             _load_weights(config, run)
         if loaded is not None:
-            empty = checkpoints.restore_buffers(loaded, run.orchestrator.storage.buffers)
+            empty = checkpoints.restore_buffers(loaded, run.context.buffers)
             run.orchestrator.restore(loaded.state, empty_buffers=empty)
             say(f"resumed at step {loaded.state['global_step']} from {loaded.path}")
         if config.training.profile:
+            from rl_lab.orchestration.diagnostics import Trace
+
             run.orchestrator.trace = Trace(
                 folder.path / "profile" / "trace.json", int(config.training.profile)
             )
@@ -175,6 +176,8 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
     except LabError:
         raise
     except Exception as error:
+        from rl_lab.orchestration.diagnostics import is_out_of_memory, out_of_memory
+
         if is_out_of_memory(error):
             raise out_of_memory(error, run.orchestrator if run else None) from error
         _save_traceback(folder, error, say)
@@ -215,6 +218,8 @@ def _build(
     except LabError:
         raise
     except Exception as error:
+        from rl_lab.orchestration.diagnostics import is_out_of_memory
+
         if is_out_of_memory(error):
             raise
         raise ConfigError(f"config: the run cannot be built from it: {unexpected(error)}") from error
@@ -266,12 +271,12 @@ def _load_weights(config: DictConfig, run: Run) -> None:
 
 def _describe_memory(run: Run, say: Callable[[str], None]) -> None:
     """Print the expected memory of the replay buffers and of the model with gradients and optimizer state."""
-    for name, buffer in run.orchestrator.storage.buffers.items():
+    for name, buffer in run.context.buffers.items():
         say(f"memory: {name}: {buffer.describe()}")
     parameters = run.context.count_parameters()
     # Weights, gradients and two optimizer moments in float32; a CUDA graph keeps the activations.
     say(f"memory: model: {parameters:,} parameters, about {parameters * 16 / 2**20:.1f} MiB to train")
-    if any(runner.capture.enabled for runner in run.orchestrator.runners.values()):
+    if any(runner.captures for runner in run.orchestrator.runners.values()):
         say("memory: graph: activations of one update; measured and printed when a hook is captured")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from rl_lab.buffers.ring import torch_dtype
 from rl_lab.errors import ConfigError, closest
+from rl_lab.protocols import BatchSource
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
 
 
@@ -98,7 +98,7 @@ class BatchStream:
 
     def __init__(
         self,
-        buffer: Any,
+        buffer: BatchSource,
         spec: BatchSpec,
         generator: torch.Generator,
         *,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from rl_lab.buffers.batches import MaskedIndex, allocate, part, part_of_index
 from rl_lab.errors import ConfigError
+from rl_lab.protocols import BatchSource
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
 
 
@@ -32,7 +32,7 @@ class BufferMix:
     has the columns that all buffers have.
     """
 
-    def __init__(self, buffers: Mapping[str, tuple[Any, float]]) -> None:
+    def __init__(self, buffers: Mapping[str, tuple[BatchSource, float]]) -> None:
         if not buffers or any(weight <= 0 for _, weight in buffers.values()):
             raise ConfigError(f"buffer weights must be above 0, not {[w for _, w in buffers.values()]}")
         self.names = list(buffers)
@@ -111,7 +111,7 @@ class BufferMix:
                 buffer.write_back(part_of_index(index, begin, begin + count), values, offset=offset)
             begin += count
 
-    def _split(self, spec: BatchSpec) -> Iterator[tuple[str, Any, BatchSpec, int, int]]:
+    def _split(self, spec: BatchSpec) -> Iterator[tuple[str, BatchSource, BatchSpec, int, int]]:
         """Yield name, buffer, BatchSpec, begin and end in the batch, for each buffer with sequences."""
         begin = 0
         for name, buffer, count in zip(self.names, self.buffers, shares(self.weights, spec.size)):

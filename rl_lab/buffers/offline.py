@@ -21,8 +21,9 @@ from rl_lab.buffers.episodes.writer import OpenEpisodes
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.buffers.ring import Array, as_rows
 from rl_lab.buffers.row_layout import Bytes, RowLayout, check_row, read_layout
-from rl_lab.buffers.samplers import Sampler, SamplerFactory
+from rl_lab.buffers.samplers import SamplerFactory
 from rl_lab.errors import CheckpointError, ConfigError, LabError, closest
+from rl_lab.protocols import Sampler
 from rl_lab.records import ArraySpec, BatchSpec, Spec
 from rl_lab.utils.checkpoint.loading import load_checkpoint
 from rl_lab.utils.checkpoint.manifest import REPLAY_FOLDER

@@ -286,7 +286,8 @@ class SumTree:
 
     def get(self, places: np.ndarray) -> np.ndarray:
         """Return the weights (K,) of places (K,)."""
-        return self._nodes[self._leaves + places]
+        weights: np.ndarray = self._nodes[self._leaves + places]
+        return weights
 
     def set(self, places: np.ndarray, weights: np.ndarray) -> None:
         """Set weights, which must not be negative. The last of equal places wins. places, weights: (K,)"""

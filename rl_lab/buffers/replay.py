@@ -39,7 +39,6 @@ from rl_lab.buffers.ring import (
     to_device,
 )
 from rl_lab.buffers.samplers import (
-    Sampler,
     SamplerFactory,
     make_sampler,
     restore_samplers,
@@ -47,6 +46,7 @@ from rl_lab.buffers.samplers import (
     samplers_state,
 )
 from rl_lab.errors import ConfigError, closest
+from rl_lab.protocols import Sampler
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex
 
 

@@ -77,7 +77,8 @@ class Ring:
 
     def unbroken(self, stream: np.ndarray, start: np.ndarray, rows: int) -> np.ndarray:
         """(K,) bool: whether the `rows` rows from each start belong to one episode. Starts must be stored."""
-        return self.age[stream, (start + rows - 1) % self.capacity] >= rows - 1
+        age: np.ndarray = self.age[stream, (start + rows - 1) % self.capacity]
+        return np.asarray(age >= rows - 1)
 
     def unbroken_count(self, rows: int) -> int:
         """Return the number of starts in all streams for which `unbroken` is true."""
@@ -97,7 +98,7 @@ class Ring:
         position = start[:, None] + offset
         age = self.age[stream[:, None], position % self.capacity]
         same = age - age[:, anchor : anchor + 1] == offset - anchor
-        return same & (position >= self.oldest) & (position < self.cursor)
+        return np.asarray(same & (position >= self.oldest) & (position < self.cursor))
 
     def _spans(self, last: int, rows: int) -> np.ndarray:
         """(N,) bool: whether the `rows` rows that end at position `last` belong to one episode."""
@@ -178,7 +179,7 @@ class MappedFiles:
 # --- Columns ------------------------------------------------------------------------------------
 
 
-DTYPES = {
+DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
         "bool",

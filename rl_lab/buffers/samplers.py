@@ -9,39 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from rl_lab.buffers.ring import Ring
 from rl_lab.errors import ConfigError, closest
+from rl_lab.protocols import Sampler
 from rl_lab.records import BatchSpec
 
 REJECTION_ROUNDS = (
     16  # of twice the batch size, before the sampler lists all valid starts and draws from them
 )
 Starts = tuple[np.ndarray, np.ndarray]  # stream (K,), position of the first row (K,), int64
-
-
-class Sampler(Protocol):
-    """Draws the starts of sequences. All randomness comes from the generator, so draws are reproducible."""
-
-    def available(self) -> int:
-        """Return the number of starts that can be drawn now."""
-
-    def draw(self, count: int, generator: torch.Generator) -> Starts:
-        """Draw `count` starts with replacement. Only called if `available()` is not 0."""
-
-    def undo(self) -> None:
-        """Undo the last draw, except for the generator's state, which the caller restores."""
-
-    def on_add(self, position: int) -> None:
-        """Called after a row at `position` was added to every stream."""
-
-    def get_state(self) -> dict[str, Any]: ...
-
-    def set_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 def samplers_state(samplers: Mapping[str, Any], specs: Mapping[str, BatchSpec]) -> dict[str, Any]:

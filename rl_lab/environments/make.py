@@ -28,7 +28,6 @@ import gymnasium
 
 from rl_lab.environments.faults import RestartLimit
 from rl_lab.environments.normalizer import make_normalizer
-from rl_lab.environments.rendering import RecordedFactory, VideoSettings
 from rl_lab.environments.spec import spec_of
 from rl_lab.environments.suites.gym import nearest
 from rl_lab.environments.vector import VectorEnv, default_workers
@@ -183,17 +182,19 @@ def make_env(
     factory = _factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options)
     if workers is None:
         workers = default_workers(num_envs, factory.step_seconds())
-    recorded = bool(video_every) and RecordedFactory(
-        factory, VideoSettings.checked(video_folder, video_every, seed)
-    )
     spec = _probe(factory)
+    made: Any = factory
+    if video_every:
+        from rl_lab.environments.rendering import RecordedFactory, VideoSettings
+
+        made = RecordedFactory(factory, VideoSettings.checked(video_folder, video_every, seed))
     return VectorEnv(
-        recorded or factory,
+        made,
         num_envs,
         spec=spec,
         workers=workers,
         seed=seed,
-        render=render or bool(recorded),
+        render=render or bool(video_every),
         copy=copy,
         infos=infos,
         timeout=timeout,

@@ -26,6 +26,7 @@ from gymnasium.vector.utils import batch_space
 
 from rl_lab.environments.spec import action_space, observation_space
 from rl_lab.errors import ConfigError, LabError
+from rl_lab.protocols import ObservationDecoder, WorldModel
 from rl_lab.records import OBS_PREFIX, ActMode, Batch, BatchSpec, Spec
 from rl_lab.utils.media import to_image
 
@@ -241,8 +242,8 @@ class DreamStep:
 class ImaginedEpisodes:
     """Steps B imagined episodes of one world model together.
 
-    The model is any workflow with `dream_start`, `dream_observation`, `dream_act` and `dream_step` (see
-    workflows/base.py). Actions and observations are tensors on its device.
+    The model is any `protocols.WorldModel`, with `dream_observation` if observations are to be decoded.
+    Actions and observations are tensors on its device.
 
     ends:        "sample": sample the end with the model's probability; a threshold in [0, 1]: end when the
                  probability reaches it; None: never end
@@ -265,9 +266,10 @@ class ImaginedEpisodes:
         flush_rows: int = 1,
         seed: int = 0,
     ) -> None:
-        if not getattr(workflow, "can_dream", False):
+        if not isinstance(workflow, WorldModel):
             raise ConfigError(
-                f"{type(workflow).__name__} has no world model that can be stepped: implement its dream_step"
+                f"{type(workflow).__name__} has no world model that can be stepped: "
+                "implement dream_start, dream_act and dream_step"
             )
         if isinstance(ends, str) and ends != "sample":
             raise ConfigError(
@@ -331,6 +333,8 @@ class ImaginedEpisodes:
 
     def observe(self) -> Tensors:
         """Decode the current states: name -> (B, …)."""
+        if not isinstance(self.workflow, ObservationDecoder):
+            return {}
         return dict(self.workflow.dream_observation(self.state))
 
     def act(self, mode: ActMode) -> torch.Tensor:

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from rl_lab.protocols import Policy, SelectsActions, VectorEnvironment
 from rl_lab.records import OBS_PREFIX, ActMode, CollectResult, EpisodeTracker
 from rl_lab.utils.metrics import Stopwatch
-
-
-class Policy(Protocol):
-    """The methods of a workflow that the Collector and the Evaluator call."""
-
-    def act(self, obs: Any, policy_state: Any, is_first: Any, mode: ActMode) -> tuple[Any, Any, Any]: ...
-    def initial_policy_state(self, num_envs: int) -> dict[str, torch.Tensor]: ...
 
 
 @dataclass
@@ -46,7 +40,7 @@ class Collector:
 
     def __init__(
         self,
-        environment: Any,  # VectorEnv
+        environment: VectorEnvironment,
         *,
         device: torch.device | str,
         generator: torch.Generator | None = None,  # on the device: the policy's sampling noise
@@ -153,7 +147,7 @@ class Collector:
 
     def set_state(self, state: Mapping[str, Any]) -> list[int]:
         """Continue from `get_state`; return the environments that had to start a new episode instead."""
-        fresh: list[int] = self.environment.set_state(state["environment"])
+        fresh = self.environment.set_state(state["environment"])
         self.tracker.set_state(state["tracker"])
         self.policy_state = state["policy_state"]
         if self.policy_state is not None:
@@ -196,7 +190,9 @@ class ActRunner:
     def __init__(self, policy: Policy, *, device: torch.device, capture: bool = True) -> None:
         self.policy = policy
         self.device = device
-        self.enabled = capture and device.type == "cuda" and getattr(policy, "act_captures", True)
+        # `select_action` reads the observations on the host.
+        can_capture = getattr(policy, "act_captures", not isinstance(policy, SelectsActions))
+        self.enabled = bool(capture and device.type == "cuda" and can_capture)
         self._obs: dict[str, torch.Tensor] = {}
         self._staging: dict[str, torch.Tensor] = {}
         self._is_first: torch.Tensor | None = None

@@ -79,7 +79,7 @@ def memory_uses(orchestrator: Any) -> list[MemoryUse]:
     found.append(
         MemoryUse("weights, gradients and optimizer state", model + gradients + moments, "a smaller size=")
     )
-    graphs = sum(runner.capture.graph_bytes for runner in orchestrator.runners.values())
+    graphs = sum(runner.graph_bytes for runner in orchestrator.runners.values())
     if graphs:
         advice = f"a lower {SMALLER_BATCH}; training.capture=false records no graph"
         found.append(MemoryUse("graph pool (activations of one update)", graphs, advice))

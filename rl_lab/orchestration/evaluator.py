@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.orchestration.collector import Collector, Policy
+from rl_lab.orchestration.collector import Collector
+from rl_lab.protocols import Policy
 from rl_lab.records import ActMode, Episode, return_statistics
 from rl_lab.utils.seeding import derive_seed
 

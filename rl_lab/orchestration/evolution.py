@@ -1,7 +1,8 @@
 """Generations of `evolve` hooks: ask for candidates, evaluate them, tell their fitness.
 
-The workflow proposes candidates and learns from their fitness. `evaluate_population` runs them in the
-environment; a workflow with `dreams = True` evaluates them itself, in its world model.
+The hook's step (`protocols.Evolvable`) proposes candidates and learns from their fitness. `evaluate_population`
+runs them in the environment; a step with `dreams = True` evaluates them itself, in its world model. Only runs
+with an evolve hook import this module.
 """
 
 from __future__ import annotations
@@ -10,50 +11,70 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from rl_lab.errors import ConfigError
 from rl_lab.orchestration.collector import ActRunner
-from rl_lab.records import ActMode, Batch, EarlyStop
+from rl_lab.orchestration.phase_scheduler import PhaseScheduler
+from rl_lab.orchestration.phases import PhaseDefinition
+from rl_lab.orchestration.updates import Done, Storage
+from rl_lab.protocols import DreamEvolution, Evolvable, PhasedEvolution
+from rl_lab.records import ActMode, Batch, EarlyStop, EvolveHook
+from rl_lab.utils.metrics import MetricMeter
 from rl_lab.utils.progress import clock_time
 from rl_lab.utils.seeding import derive_seed
 
 MIN_GROUPED_ENVS = 4  # fewer environments are not split into two groups
 
 
-class Evolution(Protocol):
-    """The `step` of a hook of kind "evolve".
+class EvolveRunner:
+    """Runs an evolve hook: one call is one generation."""
 
-    Optional attributes:
-        begin(phase)                        called before every generation, with the running phase
-        num_envs: int                       number of environments (default: as many as training has)
-        common_episodes: bool               all candidates share the seed of an episode
-        early_stop: EarlyStop               when to end a rollout without progress (see records.py)
-        act_captures = False                `act` cannot be captured as a CUDA graph
-        dreams = True, evaluate(candidates, batch, generator) -> (fitness (P,), imagined steps)
-                                            uses no environment; `batch` follows the hook's BatchSpec
-    """
+    captures, graph_bytes = False, 0
 
-    episodes_per_candidate: int
+    def __init__(
+        self,
+        name: str,
+        hook: EvolveHook,
+        generations: Generations,
+        *,
+        device: torch.device,
+        storage: Storage | None = None,
+    ) -> None:
+        self.name = name
+        self.hook = hook
+        self.generations = generations
+        self.device = device
+        self.storage = storage
+        self.meter = MetricMeter()
 
-    def ask(self) -> torch.Tensor:
-        """Return the candidates of this generation, (P, D): the same ones until `tell` is called."""
-        ...
+    def perform(
+        self, phase: PhaseDefinition, scheduler: PhaseScheduler, should_stop: Callable[[], bool]
+    ) -> Done | None:
+        """Run one generation; return None if it was interrupted."""
+        stream = self.storage.stream(self.name, phase) if self.storage is not None else None
+        outcome = self.generations.run(
+            self.name,
+            self.hook.step,
+            number=scheduler.hook_calls.get(self.name, 0),
+            phase=scheduler.view(),
+            done=scheduler.counts["updates"],
+            total=phase.duration_updates or phase.duration_cycles,
+            device=self.device,
+            batch=stream.next() if stream is not None else None,
+            should_stop=should_stop,
+        )
+        if outcome is None:
+            return None
+        metrics, steps = outcome
+        self.meter.add(metrics)
+        return Done(steps=steps)
 
-    def act(
-        self, candidates: torch.Tensor, obs: Any, policy_state: Any, is_first: torch.Tensor, mode: ActMode
-    ) -> tuple[torch.Tensor, Any]:
-        """Return actions for N environments, each with its own candidate: candidates (N, D)."""
-        ...
-
-    def initial_policy_state(self, num_envs: int) -> dict[str, torch.Tensor]: ...
-
-    def tell(self, candidates: torch.Tensor, fitness: torch.Tensor) -> Mapping[str, float]:
-        """Learn from the fitness (P,), higher is better; return metrics."""
-        ...
+    def close(self) -> None:
+        self.generations.close()
 
 
 class Generations:
@@ -77,7 +98,7 @@ class Generations:
     def run(
         self,
         name: str,
-        evolution: Any,
+        evolution: Evolvable,
         *,
         number: int,  # generations of this hook so far, over all phases: determines the seeds
         phase: Mapping[str, Any],
@@ -88,14 +109,16 @@ class Generations:
         should_stop: Callable[[], bool] | None = None,
     ) -> tuple[dict[str, float], int] | None:
         """Run one generation; return metrics and environment steps, or None if it was interrupted."""
-        if hasattr(evolution, "begin"):
+        if isinstance(evolution, PhasedEvolution):
             evolution.begin(phase)
         progress = self._progress.setdefault(name, EvolutionProgress(self.say))
         seed = derive_seed(self.seed, name, number)
         candidates = evolution.ask()
         rollouts = len(candidates) * int(evolution.episodes_per_candidate)
         progress.begin(done + 1, total, rollouts)
-        if getattr(evolution, "dreams", False):
+        if isinstance(evolution, DreamEvolution) and evolution.dreams:
+            if batch is None:
+                raise ConfigError(f"hook '{name}' evolves in a world model: give its EvolveHook a batch")
             generator = torch.Generator(device).manual_seed(seed)
             fitness, imagined_steps = evolution.evaluate(candidates, batch, generator)
             steps = 0
@@ -144,7 +167,7 @@ class Generations:
 
 @torch.no_grad()
 def evaluate_population(
-    evolution: Any,  # Evolution
+    evolution: Evolvable,
     candidates: torch.Tensor,  # (P, D)
     environments: Any,  # a VectorEnv, or several groups that alternate
     *,
@@ -329,7 +352,7 @@ class RolloutGroup:
 class PopulationPolicy:
     """The candidates of all environments of a group as one policy: one forward pass acts for all of them."""
 
-    def __init__(self, evolution: Any, candidates: torch.Tensor, num_envs: int) -> None:
+    def __init__(self, evolution: Evolvable, candidates: torch.Tensor, num_envs: int) -> None:
         self.evolution = evolution
         self.candidates = candidates  # (P, D)
         self.parameters = candidates.new_zeros(num_envs, candidates.shape[1])  # (N, D), at a fixed address
@@ -340,10 +363,15 @@ class PopulationPolicy:
         self.parameters.copy_(self.candidates[torch.from_numpy(indices).to(self.candidates.device)])
 
     def initial_policy_state(self, num_envs: int) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self.evolution.initial_policy_state(num_envs)
-        return state
+        return self.evolution.initial_policy_state(num_envs)
 
-    def act(self, obs: Any, policy_state: Any, is_first: Any, mode: ActMode) -> tuple[Any, Any, Any]:
+    def act(
+        self,
+        obs: dict[str, torch.Tensor],
+        policy_state: dict[str, torch.Tensor],
+        is_first: torch.Tensor,
+        mode: ActMode,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         action, policy_state = self.evolution.act(self.parameters, obs, policy_state, is_first, mode)
         return action, policy_state, {}
 
@@ -353,7 +381,7 @@ class GroupActor:
 
     def __init__(
         self,
-        evolution: Any,
+        evolution: Evolvable,
         candidates: torch.Tensor,
         group: RolloutGroup,
         *,

@@ -2,8 +2,8 @@
 
 An online phase repeats two actions:
 
-    collect   workflow.collect_step -> Collector.step -> Storage.store        one row per environment
-    update    Storage.stream -> HookRunner.run                                sample -> step -> write back
+    collect   Collector.step -> Storage.store          one row per environment
+    update    HookRunner.run                           sample -> step -> write back
 
 The loop does not depend on the algorithm: workflow, buffers and logger are passed in.
 """
@@ -15,23 +15,25 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from rl_lab.errors import CheckpointError, ConfigError, EnvironmentFaultError, LabError, unexpected
-from rl_lab.orchestration.diagnostics import Trace, is_out_of_memory
-from rl_lab.orchestration.evolution import Generations
+from rl_lab.orchestration.collector import Collector
+from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
-from rl_lab.orchestration.phases import Cadences, HookUse, PhaseDefinition
+from rl_lab.orchestration.phases import Cadences, Every, HookUse, PhaseDefinition
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
-from rl_lab.orchestration.updates import HookRunner
-from rl_lab.records import Episode
+from rl_lab.orchestration.updates import Runner, Storage, TransformRunner
+from rl_lab.protocols import CollectStep, Workflow
+from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.seeding import derive_seed
 
-TRANSFORM_ROWS = 256  # time steps per call of a transform hook
+if TYPE_CHECKING:
+    from rl_lab.orchestration.diagnostics import Trace
 
 
 @dataclass
@@ -51,17 +53,18 @@ class Settings:
 class Orchestrator:
     """Runs the training loop. All its parts are passed in, so that a test can replace each of them."""
 
-    workflow: Any
+    workflow: Workflow
     scheduler: PhaseScheduler
-    storage: Any
-    runners: Mapping[str, HookRunner]
+    storage: Storage | None
+    runners: Mapping[str, Runner]  # by name of the hook
     log: RunLog
     run_state: RunState
+    collector: Collector | None = None
+    own_collect_step: CollectStep | None = None  # of a workflow that steps the environments itself
     cadences: Cadences = field(default_factory=Cadences)
     settings: Settings = field(default_factory=Settings)
-    checkpoints: Any = None  # CheckpointManager
-    evaluator: Any = None
-    generations: Generations | None = None
+    checkpoints: CheckpointManager | None = None
+    evaluator: Evaluator | None = None
     trace: Trace | None = None
     info: Mapping[str, Any] = field(default_factory=dict)  # added to the manifest of every checkpoint
     say: Callable[[str], None] = print
@@ -71,7 +74,6 @@ class Orchestrator:
         self._running_phase: PhaseDefinition | None = None
         self._reported_shortages: set[str] = set()  # hooks
         self._succeeded: set[str] = set()  # actions that have succeeded at least once
-        self._transform_positions: dict[str, int] = {}
         self._best_return = float("-inf")
         self._saved_at: dict[str, int] = {}
         self._logged_at: list[int] = []  # `_work_done` at the last log line
@@ -93,12 +95,8 @@ class Orchestrator:
                 try:
                     self.run_action(action, phase)
                 except Exception as error:
-                    if isinstance(error, LabError) or action in self._succeeded or is_out_of_memory(error):
-                        raise
-                    raise ConfigError(
-                        f"phase '{phase.name}': the first '{action}' failed, because parts of the config do not "
-                        f"fit together or because {type(self.workflow).__name__} has a bug: {unexpected(error)}"
-                    ) from error
+                    self._explain_first_failure(action, phase, error)
+                    raise
                 self._succeeded.add(action)
                 self._run_due_cadences()
                 if self.trace is not None:
@@ -109,28 +107,25 @@ class Orchestrator:
         """Run one action and report it to the scheduler."""
         if action == "collect":
             self._collect(phase)
-            return
-        if action == "evaluate":
+        elif action == "evaluate":
             use = next(use for use in phase.hooks if use.name == "evaluate")
             self.evaluate(episodes=use.options.get("episodes"))
             self.scheduler.advance(action)
-            return
-        runner = self.runners[action]
-        if runner.hook.kind == "update":
-            self._update(action, runner, phase)
-            self.scheduler.advance(action)
-        elif runner.hook.kind == "transform":
-            done = self._transform(action, runner, phase)
-            self.scheduler.advance(action, done=done)
         else:
-            steps = self._evolve(action, runner, phase)
-            if steps is not None:
-                self.scheduler.advance(action, steps=steps)
+            done = self.runners[action].perform(phase, self.scheduler, self._should_stop)
+            if done is not None:
+                self.scheduler.advance(action, steps=done.steps, done=done.finished)
 
     def _collect(self, phase: PhaseDefinition) -> None:
         """Step the environments once and store the rows."""
-        step = self.scheduler.totals["env_steps"]
-        result = self.workflow.collect_step(step, phase=self.scheduler.view())
+        view = self.scheduler.view()
+        if self.own_collect_step is not None:
+            result = self.own_collect_step(self.scheduler.totals["env_steps"], phase=view)
+            finished = self.workflow.finished_episodes()
+        else:
+            assert self.collector is not None, "a phase collects, but this run was built without a Collector"
+            result = self.collector.step(self.workflow, self.workflow.collect_mode(view))
+            finished = self.collector.tracker.drain()
         if result is None:
             raise LabError(
                 f"phase '{phase.name}' has the hook collect, but {type(self.workflow).__name__}.collect_step "
@@ -138,57 +133,23 @@ class Orchestrator:
             )
         if result.trajectory is not None and self.storage is not None:
             self.storage.store(phase, result.trajectory)
-        finished: list[Episode] = getattr(self.workflow, "finished_episodes", list)()
         self.log.collected(result.metrics, finished)
         self.scheduler.advance("collect", steps=result.steps, episodes=max(result.episodes, len(finished)))
         for name in self.scheduler.skipped - self._reported_shortages:
             self._reported_shortages.add(name)
-            self.say(f"{name} waits for data: {self.storage.shortage(name, phase)}")
+            shortage = self.storage.shortage(name, phase) if self.storage is not None else "no buffers"
+            self.say(f"{name} waits for data: {shortage}")
 
-    def _update(self, name: str, runner: HookRunner, phase: PhaseDefinition) -> None:
-        """Run one update: sample a batch, run the hook's step, write its results back."""
-        stream = self.storage.stream(name, phase) if self.storage is not None else None
-        key = (phase.freeze, id(stream))
-        captured = runner.capture.captured
-        runner.run(stream, self.scheduler.view(), self.scheduler.totals, key=key)
-        if runner.capture.captured and not captured:
-            self.say(f"{name} is captured: its CUDA graph uses {runner.capture.graph_bytes / 2**20:,.0f} MiB")
+    def _explain_first_failure(self, action: str, phase: PhaseDefinition, error: Exception) -> None:
+        """Raise ConfigError if the first call of an action failed with an error that nobody foresaw."""
+        from rl_lab.orchestration.diagnostics import is_out_of_memory
 
-    def _transform(self, name: str, runner: HookRunner, phase: PhaseDefinition) -> bool:
-        """Add columns to the next rows of the phase's buffer; return True at the end of the buffer."""
-        buffer = self.storage.buffers[next(iter(phase.buffer))]
-        position = max(self._transform_positions.get(name, 0), buffer.oldest_position)
-        count = min(TRANSFORM_ROWS, buffer.total_rows - position)
-        if count > 0:
-            with torch.no_grad():
-                columns = runner.hook.step(buffer.read(position, count))
-            buffer.write(position, columns)
-        position += max(count, 0)
-        done = bool(position >= buffer.total_rows)
-        self._transform_positions[name] = 0 if done else position
-        return done
-
-    def _evolve(self, name: str, runner: HookRunner, phase: PhaseDefinition) -> int | None:
-        """Run one generation; return its environment steps, or None if a signal interrupted it."""
-        if self.generations is None:
-            raise ConfigError(f"hook '{name}' evolves, but this run was built without Generations")
-        stream = self.storage.stream(name, phase) if self.storage is not None else None
-        outcome = self.generations.run(
-            name,
-            runner.hook.step,
-            number=self.scheduler.hook_calls.get(name, 0),
-            phase=self.scheduler.view(),
-            done=self.scheduler.counts["updates"],
-            total=phase.duration_updates or phase.duration_cycles,
-            device=runner.device,
-            batch=stream.next() if stream is not None else None,
-            should_stop=lambda: self.interrupted,
-        )
-        if outcome is None:
-            return None
-        metrics, steps = outcome
-        runner.meter.add(metrics)
-        return steps
+        if isinstance(error, LabError) or action in self._succeeded or is_out_of_memory(error):
+            return
+        raise ConfigError(
+            f"phase '{phase.name}': the first '{action}' failed, because parts of the config do not "
+            f"fit together or because {type(self.workflow).__name__} has a bug: {unexpected(error)}"
+        ) from error
 
     # ---------------------------------------------------------------- phases
 
@@ -222,13 +183,25 @@ class Orchestrator:
     # ---------------------------------------------------------------- cadences
 
     def _run_due_cadences(self) -> None:
-        totals = self.scheduler.totals
-        for name, every in self.cadences.items():
-            if every.due(totals):
-                every.fired(totals)
-                if name == "log" and self._logged_at == self._work_done():
-                    continue  # only the cycle counter changed: the previous line has the same values
-                getattr(self, {"log": "write_log", "checkpoint": "save"}.get(name, name))()
+        cadences = self.cadences
+        # If only the cycle counter changed, the previous line has the same values.
+        if self._is_due(cadences.log) and self._logged_at != self._work_done():
+            self.write_log()
+        if self._is_due(cadences.evaluate):
+            self.evaluate()
+        if self._is_due(cadences.report):
+            self.report()
+        if self._is_due(cadences.checkpoint):
+            self.save()
+        if self._is_due(cadences.epoch_weights):
+            self.save_epoch_weights()
+
+    def _is_due(self, cadence: Every | None) -> bool:
+        """Return whether a counter has passed a multiple of the cadence since the last call that returned True."""
+        if cadence is None or not cadence.due(self.scheduler.totals):
+            return False
+        cadence.fired(self.scheduler.totals)
+        return True
 
     def _work_done(self) -> list[int]:
         return [self.scheduler.totals["env_steps"], *self.scheduler.hook_calls.values()]
@@ -261,7 +234,7 @@ class Orchestrator:
             video=self.settings.eval_video,
             on_rows=held_out.add if held_out is not None else None,
         )
-        metrics: dict[str, float] = evaluation.metrics()
+        metrics = evaluation.metrics()
         self.log.evaluation(metrics, self.scheduler.totals)
         if evaluation.frames:
             frames = np.stack(evaluation.frames).transpose(0, 3, 1, 2)
@@ -310,7 +283,9 @@ class Orchestrator:
         if self.checkpoints is None:
             return
         state = self.run_state.gather({"cadences": self.cadences.get_state(), **self._own_state()})
-        buffers = self.storage.buffers if self.storage is not None and tag is None else {}
+        buffers: Mapping[str, Any] = {}
+        if self.storage is not None and tag is None:
+            buffers = self.storage.buffers
         self.log.logger.flush()
         info = {
             "metrics_bytes": self.log.logger.metrics_bytes(),
@@ -326,7 +301,7 @@ class Orchestrator:
         else:
             self._saved_at = dict(self.scheduler.totals) if tag is None else self._saved_at
 
-    def epoch_weights(self) -> None:
+    def save_epoch_weights(self) -> None:
         """Save the weights at the end of this cycle in a file of their own."""
         self.save(tag=f"epoch_{self.scheduler.totals['cycles']}")
 
@@ -336,28 +311,35 @@ class Orchestrator:
         self._reported_shortages = set(self.scheduler.skipped)
         self.cadences.set_state(state["cadences"])
         own = state["orchestrator"]
-        self._transform_positions = {name: int(position) for name, position in own["transforms"].items()}
+        for name, runner in self._transforms().items():
+            runner.position = int(own["transforms"].get(name, 0))
         self._best_return = float(own["best_return"])
         self._logged_at = [int(count) for count in own.get("logged_at", [])]
 
     def _own_state(self) -> dict[str, Any]:
         return {
             "orchestrator": {
-                "transforms": dict(self._transform_positions),
+                "transforms": {name: runner.position for name, runner in self._transforms().items()},
                 "best_return": self._best_return,
                 "logged_at": list(self._logged_at),
             }
         }
 
+    def _transforms(self) -> dict[str, TransformRunner]:
+        return {name: runner for name, runner in self.runners.items() if isinstance(runner, TransformRunner)}
+
     def _interrupt(self) -> None:
         self.interrupted = True
+
+    def _should_stop(self) -> bool:
+        return self.interrupted
 
     def _finish(self) -> None:
         """Write the last log line and checkpoint, and close the environments of evolution."""
         if self.log.logger is not None:
             self.write_log()
-        if self.generations is not None:
-            self.generations.close()
+        for runner in self.runners.values():
+            runner.close()
         if self.trace is not None:
             self.trace.close()
         if self._saved_at != self.scheduler.totals:

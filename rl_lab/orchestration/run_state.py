@@ -9,6 +9,10 @@ from typing import Any
 from torch import nn
 
 from rl_lab.errors import CheckpointError, LabError, unexpected
+from rl_lab.orchestration.collector import Collector
+from rl_lab.orchestration.phase_scheduler import PhaseScheduler
+from rl_lab.orchestration.updates import Storage
+from rl_lab.protocols import TracksEpisodes, Workflow
 from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION
 from rl_lab.utils.checkpoint.matching import load_matching
 from rl_lab.utils.seeding import Generators
@@ -20,14 +24,14 @@ class RunState:
     def __init__(
         self,
         *,
-        workflow: Any,
-        scheduler: Any,
+        workflow: Workflow,
+        scheduler: PhaseScheduler,
         components: Mapping[str, Any] | None = None,
-        controller_manager: Any = None,
+        controller_manager: Any = None,  # ControllerManager
         optimizers: Mapping[str, Any] | None = None,
         generators: Generators | None = None,
-        storage: Any = None,
-        collector: Any = None,
+        storage: Storage | None = None,
+        collector: Collector | None = None,
     ) -> None:
         self.workflow = workflow
         self.scheduler = scheduler
@@ -44,7 +48,9 @@ class RunState:
         collector = self.collector.get_state() if self.collector is not None else {}
         if self.storage is not None:
             self.storage.drop_prefetched()
-        snapshot = getattr(self.workflow, "_snapshot_episode_tracking", dict)
+        tracking = {}
+        if isinstance(self.workflow, TracksEpisodes):
+            tracking = self.workflow._snapshot_episode_tracking()
         return {
             "version": CHECKPOINT_VERSION,
             "global_step": self.scheduler.totals["env_steps"],
@@ -55,7 +61,7 @@ class RunState:
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "workflow_custom": self.workflow.get_state(),
             "observation_statistics": self._observation_statistics(),
-            "episode_tracking": snapshot(),
+            "episode_tracking": tracking,
             "generators": self.generators.get_state() if self.generators else {},
             "storage": self.storage.get_state() if self.storage is not None else {},
             "collector": collector,
@@ -104,16 +110,15 @@ class RunState:
         if self.storage is not None:
             self.storage.set_state(state["storage"], skip=empty_buffers)
         if self.collector is not None and state["collector"]:
-            self._restore_collector(state["collector"])
-        restore_tracking = getattr(self.workflow, "_restore_episode_tracking", None)
-        if restore_tracking is not None:
-            restore_tracking(state["episode_tracking"])
+            self._restore_collector(self.collector, state["collector"])
+        if isinstance(self.workflow, TracksEpisodes):
+            self.workflow._restore_episode_tracking(state["episode_tracking"])
         self.workflow.set_state(state["workflow_custom"])
         if self.generators is not None:
             self.generators.set_state(state["generators"])
 
-    def _restore_collector(self, state: Mapping[str, Any]) -> None:
-        fresh = self.collector.set_state(state)
+    def _restore_collector(self, collector: Collector, state: Mapping[str, Any]) -> None:
+        fresh = collector.set_state(state)
         if fresh:
             if self.storage is not None:
                 self.storage.restart_streams(fresh)
@@ -123,7 +128,8 @@ class RunState:
                 "environment.history_limit actions",
                 stacklevel=2,
             )
-        reset_rollout = getattr(self.workflow, "_reset_rollout_state", None)
-        if reset_rollout is not None:
-            environment = self.collector.environment
-            reset_rollout(initial_obs=environment.last_obs, initial_dones=environment.last_dones)
+        if isinstance(self.workflow, TracksEpisodes):
+            environment = collector.environment
+            self.workflow._reset_rollout_state(
+                initial_obs=environment.last_obs, initial_dones=environment.last_dones
+            )

@@ -1,92 +1,151 @@
-"""Updates: HookRunner runs one hook of a workflow (sample -> step -> write back).
+"""Updates: sample -> step -> write back, in `HookRunner.run`.
 
-Storage provides the batches, Capture replays the step as a CUDA graph.
+Storage provides the batches, Capture replays the step as a CUDA graph. TransformRunner runs transform hooks.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from rl_lab.buffers.batches import BatchStream
-from rl_lab.buffers.mix import BufferMix
 from rl_lab.buffers.trajectory import TrajectoryAdapter
 from rl_lab.errors import LabError
 from rl_lab.launch.runtime import tensor_float
+from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import PhaseDefinition
-from rl_lab.records import Batch, Hook, Spec, UpdateResult
+from rl_lab.protocols import BatchSource, Buffer
+from rl_lab.records import AnyHook, Batch, Hook, PlainHook, Spec, TransformHook, UpdateResult
 from rl_lab.utils.metrics import MetricMeter, Stopwatch
 from rl_lab.utils.seeding import Generators
 
 
+class Done(NamedTuple):
+    """What one call of a runner did, for `PhaseScheduler.advance`."""
+
+    steps: int = 0  # environment steps
+    finished: bool = True  # False: a transform has not reached the end of the buffer
+
+
+class Runner(Protocol):
+    """Runs the calls of one hook: a HookRunner, a TransformRunner or an EvolveRunner."""
+
+    @property
+    def hook(self) -> AnyHook: ...
+    @property
+    def meter(self) -> MetricMeter: ...
+    @property
+    def captures(self) -> bool:
+        """Whether the hook's step becomes a CUDA graph."""
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory of its CUDA graph."""
+
+    def perform(
+        self, phase: PhaseDefinition, scheduler: PhaseScheduler, should_stop: Callable[[], bool]
+    ) -> Done | None:
+        """Run the hook once; return None if `should_stop` ended it before it was complete."""
+
+    def close(self) -> None: ...
+
+
 class HookRunner:
-    """Runs one hook: holds its static inputs and its captured step. One call of `run` is one update."""
+    """Runs an update hook: holds its static inputs and its captured step. One call of `run` is one update."""
 
     def __init__(
         self,
         name: str,
-        hook: Hook,
+        hook: Hook | PlainHook,
         *,
         device: torch.device,
         generator: torch.Generator,  # on the device: the hook's noise
+        storage: Storage | None = None,  # provides the batches of `perform`
         capture: bool = True,
         tensor_float: bool = False,  # float32 matrix products in TensorFloat-32
         stopwatch: Stopwatch | None = None,
+        say: Callable[[str], None] | None = None,  # told when the step is captured
     ) -> None:
         self.name = name
         self.hook = hook
         self.device = device
         self.generator = generator
+        self.storage = storage
         self.tensor_float = tensor_float
         self.stopwatch = stopwatch or Stopwatch()
+        self.say = say
         self.meter = MetricMeter()
-        self.capture = Capture(hook.step, device=device, enabled=capture and not hook.plain)
+        self.capture = Capture(
+            hook.step,
+            device=device,
+            enabled=capture and not isinstance(hook, PlainHook),
+            on_captured=self._tell,
+        )
+        noise = {} if isinstance(hook, PlainHook) else hook.noise
         self._noise = {
-            name: torch.empty(spec.shape, device=device, dtype=torch.float32)
-            for name, spec in hook.noise.items()
+            name: torch.empty(spec.shape, device=device, dtype=torch.float32) for name, spec in noise.items()
         }
         self._scalars: dict[str, torch.Tensor] = {}
         self._scalar_values: torch.Tensor | None = None
         self._last_scalars: list[float] = []
 
+    def perform(
+        self, phase: PhaseDefinition, scheduler: PhaseScheduler, should_stop: Callable[[], bool]
+    ) -> Done:
+        """Run one update in this phase, with the stream of batches of its buffer."""
+        stream = self.storage.stream(self.name, phase) if self.storage is not None else None
+        self.run(stream, scheduler.view(), scheduler.totals, key=(phase.freeze, id(stream)))
+        return DONE
+
     def run(
         self,
-        stream: Any,  # BatchStream, or None for a hook without a batch
+        stream: BatchStream | None,  # None for a hook without a batch
         phase: Mapping[str, Any],
         counters: Mapping[str, int],
         *,
-        key: Any = None,
+        key: Hashable = None,  # a new one discards the captured graph
     ) -> None:
         """Sample a batch, run the step, write back; metrics stay on the device until `meter.drain()`."""
         batch: Batch | None = None
         if stream is not None:
             with self.stopwatch("sample"):
-                batch = stream.next()
+                batch = stream.next()  # the same tensors every time
         with self.stopwatch("update"), tensor_float(self.tensor_float):
-            if self.hook.plain:
-                result = self.hook.step(batch, phase=phase)
+            if isinstance(self.hook, PlainHook):
+                result = self.hook.step(None if batch is None else batch.transitions(), phase=phase)
             else:
-                self._set_scalars(phase, counters)
-                self._draw_noise()
+                self._set_scalars(self.hook, phase, counters)
+                self._draw_noise(self.hook)
                 result = self.capture(batch, self._scalars, self._noise, key=key)
         if not isinstance(result, UpdateResult):
             result = UpdateResult(metrics=result or {})
         self.meter.add(result.metrics)
-        if result.write_back and stream is not None and batch is not None and batch.index is not None:
-            with self.stopwatch("write_back"):
-                assert self.hook.batch is not None
-                stream.write_back(batch.index, result.write_back, offset=self.hook.batch.context)
-        if stream is not None:
-            stream.prefetch_next()  # while the device computes
-
-    def _set_scalars(self, phase: Mapping[str, Any], counters: Mapping[str, int]) -> None:
-        """Copy the scalars of this call to the device tensor that the step reads, if they changed."""
-        if self.hook.scalars is None:
+        if stream is None or batch is None:
             return
-        values = self.hook.scalars(phase, counters)
+        if result.write_back and batch.index is not None:
+            with self.stopwatch("write_back"):
+                stream.write_back(batch.index, result.write_back, offset=stream.spec.context)
+        stream.prefetch_next()  # while the device computes
+
+    @property
+    def captures(self) -> bool:
+        return self.capture.enabled
+
+    @property
+    def graph_bytes(self) -> int:
+        return self.capture.graph_bytes
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _set_scalars(self, hook: Hook, phase: Mapping[str, Any], counters: Mapping[str, int]) -> None:
+        """Copy the scalars of this call to the device tensor that the step reads, if they changed."""
+        if hook.scalars is None:
+            return
+        values = hook.scalars(phase, counters)
         scalars = [float(value) for value in values.values()]
         if self._scalar_values is None:
             self._scalar_values = torch.zeros(len(scalars), device=self.device)
@@ -95,12 +154,52 @@ class HookRunner:
             self._scalar_values.copy_(torch.tensor(scalars), non_blocking=True)
             self._last_scalars = scalars
 
-    def _draw_noise(self) -> None:
-        for name, spec in self.hook.noise.items():
+    def _draw_noise(self, hook: Hook) -> None:
+        for name, spec in hook.noise.items():
             if spec.kind == "normal":
                 self._noise[name].normal_(generator=self.generator)
             else:
                 self._noise[name].uniform_(generator=self.generator)
+
+    def _tell(self, graph_bytes: int) -> None:
+        if self.say is not None:
+            self.say(f"{self.name} is captured: its CUDA graph uses {graph_bytes / 2**20:,.0f} MiB")
+
+
+DONE = Done()
+TRANSFORM_ROWS = 256  # time steps per call of a transform hook
+
+
+class TransformRunner:
+    """Runs a transform hook over the first buffer of its phase, a part at a time; resumable."""
+
+    captures, graph_bytes = False, 0
+
+    def __init__(self, name: str, hook: TransformHook, *, storage: Storage) -> None:
+        self.name = name
+        self.hook = hook
+        self.storage = storage
+        self.meter = MetricMeter()
+        self.position = 0  # of the next row
+
+    def perform(
+        self, phase: PhaseDefinition, scheduler: PhaseScheduler, should_stop: Callable[[], bool]
+    ) -> Done:
+        """Add columns to the next rows of the phase's buffer."""
+        buffer = self.storage.buffers[next(iter(phase.buffer))]
+        position = max(self.position, buffer.oldest_position)
+        count = min(TRANSFORM_ROWS, buffer.total_rows - position)
+        if count > 0:
+            with torch.no_grad():
+                columns = self.hook.step(buffer.read(position, count))
+            buffer.write(position, columns)
+        position += max(count, 0)
+        finished = position >= buffer.total_rows
+        self.position = 0 if finished else position
+        return Done(finished=finished)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 # ---------------------------------------------------------------- where batches come from
@@ -114,8 +213,8 @@ class Storage:
 
     def __init__(
         self,
-        buffers: Mapping[str, Any],
-        hooks: Mapping[str, Hook],
+        buffers: Mapping[str, Buffer],
+        hooks: Mapping[str, AnyHook],
         *,
         spec: Spec,
         generators: Generators,
@@ -129,7 +228,7 @@ class Storage:
         self.prefetch = prefetch
         self._adapters = {name: TrajectoryAdapter(spec) for name in self.buffers}
         self._streams: dict[str, BatchStream] = {}
-        self._sources: dict[tuple[tuple[str, float], ...], Any] = {}
+        self._sources: dict[tuple[tuple[str, float], ...], BatchSource] = {}
 
     def store(self, phase: PhaseDefinition, trajectory: Mapping[str, Any]) -> None:
         """Add rows, or a trajectory of transitions, to the first buffer of the phase."""
@@ -143,16 +242,15 @@ class Storage:
         if rows:
             self.buffers[name].add(rows)
 
-    def source(self, phase: PhaseDefinition) -> Any:
+    def source(self, phase: PhaseDefinition) -> BatchSource:
         """Return the buffer of the phase, or its mixture of buffers."""
         shares = tuple(phase.buffer.items())
+        if len(shares) == 1:
+            return self.buffers[shares[0][0]]
         if shares not in self._sources:
-            if len(shares) == 1:
-                self._sources[shares] = self.buffers[shares[0][0]]
-            else:
-                self._sources[shares] = BufferMix(
-                    {name: (self.buffers[name], share) for name, share in shares}
-                )
+            from rl_lab.buffers.mix import BufferMix
+
+            self._sources[shares] = BufferMix({name: (self.buffers[name], share) for name, share in shares})
         return self._sources[shares]
 
     def stream(self, hook_name: str, phase: PhaseDefinition) -> BatchStream | None:
@@ -170,13 +268,13 @@ class Storage:
 
     def ready(self, hook_name: str, phase: PhaseDefinition) -> bool:
         hook = self.hooks.get(hook_name)
-        if hook is None or hook.batch is None or hook.kind == "transform":
+        if hook is None or hook.batch is None or isinstance(hook, TransformHook):
             return True
-        return bool(self.source(phase).ready(hook.batch))
+        return self.source(phase).ready(hook.batch)
 
     def shortage(self, hook_name: str, phase: PhaseDefinition) -> str:
         spec = self.hooks[hook_name].batch
-        return "" if spec is None else str(self.source(phase).shortage(spec))
+        return "" if spec is None else self.source(phase).shortage(spec)
 
     def drop_prefetched(self) -> None:
         """Discard prefetched batches, so that a resumed run samples them again."""
@@ -235,11 +333,13 @@ class Capture:
         device: torch.device,
         enabled: bool = True,
         eager_calls: int = EAGER_CALLS,
+        on_captured: Callable[[int], None] | None = None,  # called with the graph's bytes
     ) -> None:
         self.function = function
         self.device = device
         self.enabled = enabled and device.type == "cuda"
         self.eager_calls = eager_calls
+        self.on_captured = on_captured
         self._key: Hashable = None
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -295,6 +395,8 @@ class Capture:
         # Recording may first free unused blocks, so this is a lower bound.
         self.graph_bytes = max(0, torch.cuda.memory_reserved(self.device) - before)
         self._arguments = tuple(id(argument) for argument in arguments)
+        if self.on_captured is not None:
+            self.on_captured(self.graph_bytes)
 
     def _check_same(self, arguments: tuple[Any, ...]) -> None:
         if tuple(id(argument) for argument in arguments) != self._arguments:

@@ -1,31 +1,44 @@
-"""Base class of all algorithms: the methods that the Orchestrator calls, and helpers for subclasses.
+"""Base class of all algorithms: the methods that the loop calls, and helpers for subclasses.
 
-A plain workflow implements `initialize` and one update that returns a dict of floats. A fast one declares
-`hooks()`: pure steps with fixed shapes that can be captured as CUDA graphs. Both run in the same loop.
+A plain workflow implements `initialize` and `update_world_model`, which returns a dict of floats. A fast one
+declares `hooks()`: pure steps with fixed shapes that can be captured as CUDA graphs. Both run in the same loop.
+
+Further methods are abilities: a workflow that has `dream_start`, `dream_act` and `dream_step` is a
+`protocols.WorldModel` and can be imagined with, played and reported; see `rl_lab/protocols.py`.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from rl_lab.errors import ConfigError, LabError
+from rl_lab.protocols import (
+    ObservationDecoder,
+    RowCollector,
+    SelectsActions,
+    UpdatesController,
+    UpdatesWorldModel,
+    WorldModel,
+)
 from rl_lab.records import (
     ActMode,
+    AnyHook,
     ArraySpec,
     Batch,
     BatchSpec,
     CollectResult,
     Episode,
     EpisodeTracker,
-    Hook,
     Imagined,
-    ImaginedStep,
+    PlainHook,
     Spec,
+    Transitions,
     return_statistics,
 )
 from rl_lab.workflows.context import WorkflowContext
@@ -33,6 +46,17 @@ from rl_lab.workflows.context import WorkflowContext
 PhaseConfig = Mapping[str, Any]
 PolicyState = dict[str, torch.Tensor]
 Metrics = Mapping[str, Any]
+# For the imports of workflows: what `collect_step` returns, and what plain updates receive.
+__all__ = [
+    "Batch",
+    "CollectResult",
+    "Metrics",
+    "PhaseConfig",
+    "PolicyState",
+    "Transitions",
+    "WorldModelWorkflow",
+    "imagined_report",
+]
 
 
 class WorldModelWorkflow(ABC):
@@ -42,34 +66,42 @@ class WorldModelWorkflow(ABC):
     phase_settings: tuple[str, ...] = ()
     # Whether `act` samples at `ActMode.temperature`. If not, a config with another temperature than 1 is refused.
     has_temperature = False
+    # Tensors of a dream's state that `imagine` returns; None: all of them.
+    imagined_state: tuple[str, ...] | None = None
+    # Steps after which play rebuilds a dream's memory from its last frames (for memory that grows each step).
+    dream_flush: int | None = None
 
     def __init__(self) -> None:
         self.context: WorkflowContext | None = None
-        self.collector: Any = None
+        self.collector: RowCollector | None = None
         self._tracker: EpisodeTracker | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make `initialize` of each subclass store the context first, whether or not it calls super()."""
+        super().__init_subclass__(**kwargs)
+        if "initialize" in cls.__dict__:
+            setattr(cls, "initialize", _storing_context(cls.__dict__["initialize"]))  # noqa: B010
 
     # ---------------------------------------------------------------- required
 
     @abstractmethod
     def initialize(self, context: WorkflowContext) -> None:
-        """Take the parts from the context and set up state. Called once, before all other methods."""
+        """Take the parts from the context and set up state. Called once, before all other methods.
 
-    # ---------------------------------------------------------------- updates, acting, imagination
+        `self.context` and `self.collector` are set before the subclass's code runs.
+        """
 
-    def update_world_model(self, batch: Batch, *, phase: PhaseConfig) -> Metrics:
-        """One gradient step on the world model; returns metrics."""
-        raise NotImplementedError
+    # ---------------------------------------------------------------- updates
 
-    def update_controller(self, batch: Batch, *, phase: PhaseConfig) -> Metrics:
-        """One gradient step on the controller; returns metrics."""
-        raise NotImplementedError
-
-    def hooks(self) -> dict[str, Hook]:
-        """Name -> Hook. The default is one plain hook for each update method that the subclass overrides."""
-        hooks: dict[str, Hook] = {}
-        for name, prefix in (("update_world_model", "train"), ("update_controller", "controller")):
-            if getattr(type(self), name) is not getattr(WorldModelWorkflow, name):
-                hooks[name] = Hook(getattr(self, name), batch=self.plain_batch(), prefix=prefix, plain=True)
+    def hooks(self) -> Mapping[str, AnyHook]:
+        """Name -> hook. The default is a plain hook for each of update_world_model and update_controller."""
+        hooks: dict[str, AnyHook] = {}
+        if isinstance(self, UpdatesWorldModel):
+            step = self.update_world_model
+            hooks["update_world_model"] = PlainHook(step, batch=self.plain_batch(), prefix="train")
+        if isinstance(self, UpdatesController):
+            step = self.update_controller
+            hooks["update_controller"] = PlainHook(step, batch=self.plain_batch(), prefix="controller")
         return hooks
 
     def resolve_hook(self, name: str, phase: str) -> str:
@@ -87,6 +119,8 @@ class WorldModelWorkflow(ABC):
             size=int(algorithm.batch_size), length=int(algorithm.batch_length) + 1, boundary="within"
         )
 
+    # ---------------------------------------------------------------- acting
+
     def act(
         self,
         obs: dict[str, torch.Tensor],  # name -> (N, …) on the training device
@@ -102,7 +136,7 @@ class WorldModelWorkflow(ABC):
         The default calls `select_action(obs)` of a plain workflow, with name -> array (N, …), as its own
         `collect_step` would.
         """
-        if not self.can_act:
+        if not isinstance(self, SelectsActions):
             raise LabError(self.cannot_act)
         arrays = {name: value.cpu().numpy() for name, value in obs.items()}
         with (
@@ -112,13 +146,13 @@ class WorldModelWorkflow(ABC):
             if mode.generator is not None:
                 seed = torch.randint(2**62, (), generator=mode.generator, device=mode.generator.device)
                 torch.manual_seed(int(seed))
-            action = self.select_action(arrays)  # type: ignore[attr-defined]
+            action = self.select_action(arrays)
         return torch.as_tensor(action, device=is_first.device), policy_state, {}
 
     @property
     def can_act(self) -> bool:
         """Whether the agent can be evaluated, played and loaded: `act` or `select_action` is implemented."""
-        return not self._acts_plainly or hasattr(self, "select_action")
+        return not self._acts_plainly or isinstance(self, SelectsActions)
 
     @property
     def act_captures(self) -> bool:
@@ -149,9 +183,16 @@ class WorldModelWorkflow(ABC):
         return {}
 
     def collect_step(self, step: int, *, phase: PhaseConfig) -> CollectResult | None:
-        """Take one vector step with the Collector and the actions of `act`."""
-        result: CollectResult = self.collector.step(self, self.collect_mode(phase))
-        return result
+        """One step of every environment. The default takes it with the Collector and the actions of `act`.
+
+        A subclass that overrides it steps the environments itself, or calls super(). The loop does not call
+        this default: it calls the Collector.
+        """
+        if self.collector is None:
+            raise LabError(
+                f"{type(self).__name__}.collect_step needs a Collector: it has no environments here"
+            )
+        return self.collector.step(self, self.collect_mode(phase))
 
     def collect_mode(self, phase: PhaseConfig) -> ActMode:
         """Exploration during collection; the Collector sets the generator.
@@ -170,53 +211,67 @@ class WorldModelWorkflow(ABC):
             epsilon=1.0 if collect.get("policy", "agent") == "random" else 0.0,
         )
 
-    def imagine(self, *, horizon: int, **kwargs: Any) -> Imagined:
-        """An imagined rollout of `horizon` steps."""
-        raise NotImplementedError
-
-    # Stepping the world model one action at a time: used by play, the dream report and WorldModelEnv.
-    # A state holds all memory, including the policy's. The first dimension of each tensor is B, the dreams.
-
-    def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
-        """State after the rows of `batch` (B, T, …), where a dream continues. They may start mid-episode.
-
-        The action of the last row is not read: it has not been taken yet.
-        """
-        raise NotImplementedError
-
-    def dream_observation(self, state: PolicyState) -> dict[str, torch.Tensor]:
-        """Decode the state: name -> (B, …) in the format of stored observations. Empty without a decoder."""
-        return {}
-
-    def dreamed_observations(self, spec: Spec) -> list[str]:
-        """Names of the environment's observations that `dream_observation` returns."""
-        decodes = type(self).dream_observation is not WorldModelWorkflow.dream_observation
-        return list(spec.observations) if decodes else []
-
-    def dream_act(self, state: PolicyState, mode: ActMode) -> tuple[torch.Tensor, PolicyState]:
-        """The policy's actions (B, …) in this state, and the state with the updated policy memory."""
-        raise NotImplementedError
-
-    def dream_step(
-        self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
-    ) -> tuple[PolicyState, ImaginedStep]:
-        """Take (B, …) actions; returns the next state and the predicted reward, end and observations."""
-        raise NotImplementedError
-
-    def inspect_policy(self, state: PolicyState) -> dict[str, torch.Tensor]:
-        """Diagnostics of the policy: name -> (N,), such as `value` and `entropy`. Empty if it has none.
-
-        state: returned by `act` or `dream_act`
-        """
-        return {}
-
-    # Steps after which play rebuilds a dream's memory from its last frames (for memory that grows each step).
-    dream_flush: int | None = None
+    # ---------------------------------------------------------------- imagination
 
     @property
     def can_dream(self) -> bool:
-        """Whether the world model of this workflow can be stepped."""
-        return type(self).dream_step is not WorldModelWorkflow.dream_step
+        """Whether the world model of this workflow can be stepped (`protocols.WorldModel`)."""
+        return isinstance(self, WorldModel)
+
+    def dreamed_observations(self, spec: Spec) -> list[str]:
+        """Names of the environment's observations that `dream_observation` returns."""
+        return list(spec.observations) if isinstance(self, ObservationDecoder) else []
+
+    @torch.no_grad()
+    def imagine(
+        self,
+        *,
+        horizon: int,
+        batch: Batch | None = None,
+        state: PolicyState | None = None,
+        decode: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Imagined:
+        """A rollout of `horizon` steps in the world model, with the actions that the agent would sample.
+
+        It starts from `state` (B, …), as `dream_start` returns it, or from the end of each sequence of `batch`.
+        decode: also return the decoded observations
+        """
+        if not isinstance(self, WorldModel):
+            raise LabError(
+                f"{type(self).__name__} has no world model that can be stepped: "
+                "implement dream_start, dream_act and dream_step"
+            )
+        if state is None:
+            if batch is None:
+                raise ValueError("imagine() needs a batch or a state to start from")
+            state = self.dream_start(batch, generator=generator)
+        shown = (
+            [dict(self.dream_observation(state))] if decode and isinstance(self, ObservationDecoder) else []
+        )
+        states, actions, rewards, ends = [self._imagined(state)], [], [], []
+        for _ in range(horizon):
+            action, state = self.dream_act(state, ActMode(generator=generator))
+            state, predicted = self.dream_step(state, action, generator=generator)
+            states.append(self._imagined(state))
+            actions.append(action)
+            rewards.append(predicted.reward)
+            ends.append(predicted.terminated)
+            if shown:
+                shown.append(predicted.obs)
+        zeros = torch.zeros_like(rewards[0])
+        return Imagined(
+            _stacked(states),
+            torch.stack(actions, 1),
+            reward=torch.stack([zeros, *rewards], 1),
+            cont=1.0 - torch.stack([zeros, *ends], 1),
+            obs=_stacked(shown) if shown else None,
+        )
+
+    def _imagined(self, state: PolicyState) -> PolicyState:
+        return {name: value for name, value in state.items() if name in (self.imagined_state or state)}
+
+    # ---------------------------------------------------------------- report and checkpoint
 
     def report(self, batch: Batch) -> dict[str, Any]:
         """Diagnostics to log: name -> float, uint8 image (C, H, W) or uint8 video (T, C, H, W)."""
@@ -234,14 +289,9 @@ class WorldModelWorkflow(ABC):
 
     # ---------------------------------------------------------------- helpers for subclasses
 
-    def attach(self, context: WorkflowContext) -> None:
-        """Store the context and the collector. `rl_lab.build` calls this before `initialize`."""
-        self.context = context
-        self.collector = context.collector
-
     def _bound(self) -> WorkflowContext:
         if self.context is None:
-            raise ConfigError(f"{type(self).__name__} is not attached: call workflow.attach(context) first")
+            raise ConfigError(f"{type(self).__name__} is not initialized: call workflow.initialize(context)")
         return self.context
 
     def _bind_context(self, context: WorkflowContext) -> None:
@@ -286,15 +336,31 @@ class WorldModelWorkflow(ABC):
             self._tracker.set_state(state)
 
     def finished_episodes(self) -> list[Episode]:
-        """Episodes that ended since the last call, from the workflow's own tracker or the Collector's."""
-        if self._tracker is not None:
-            return self._tracker.drain()
-        return self.collector.tracker.drain() if self.collector is not None else []
+        """Episodes that ended since the last call: those of `_update_episode_stats`, or else the Collector's."""
+        own = self._tracker.drain() if self._tracker is not None else []
+        collected = self.collector.tracker.drain() if self.collector is not None else []
+        return own or collected
 
     def return_statistics(self) -> dict[str, float]:
         """Mean, std, min and max of the recent episode returns."""
         tracker = self._tracker or (self.collector.tracker if self.collector is not None else None)
         return return_statistics(list(tracker.history)) if tracker else {}
+
+
+def _storing_context(initialize: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a subclass's `initialize`, so that the base class has the context even without super()."""
+
+    @functools.wraps(initialize)
+    def wrapped(self: Any, context: WorkflowContext, *args: Any, **kwargs: Any) -> None:
+        self.context, self.collector = context, context.collector
+        initialize(self, context, *args, **kwargs)
+
+    return wrapped
+
+
+def _stacked(states: list[PolicyState]) -> PolicyState:
+    """T dicts of (B, …) -> one of (B, T, …)."""
+    return {name: torch.stack([state[name] for state in states], 1) for name in states[0]}
 
 
 # ---------------------------------------------------------------- report of imagined rollouts

@@ -14,8 +14,9 @@ import torch
 
 import rl_lab
 from rl_lab.orchestration.evolution import evaluate_population
-from rl_lab.orchestration.orchestrator import TRANSFORM_ROWS, Orchestrator
-from rl_lab.records import ArraySpec, BatchSpec, Hook, UpdateResult
+from rl_lab.orchestration.orchestrator import Orchestrator
+from rl_lab.orchestration.updates import TRANSFORM_ROWS
+from rl_lab.records import ArraySpec, BatchSpec, EvolveHook, Hook, TransformHook, UpdateResult
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.workflows.base import WorldModelWorkflow
@@ -66,11 +67,9 @@ class Stages(WorldModelWorkflow):
     def hooks(self):
         batch = BatchSpec(size=4, length=3)
         return {
-            "encode": Hook(
-                lambda rows: {"codes": self.code(rows.obs["vector"])}, kind="transform", batch=batch
-            ),
+            "encode": TransformHook(lambda rows: {"codes": self.code(rows.obs["vector"])}, batch=batch),
             "train": Hook(self._train, batch=batch, scalars=lambda phase, counters: {"p": phase["progress"]}),
-            "evolve": Hook(self.climb, kind="evolve"),
+            "evolve": EvolveHook(self.climb),
         }
 
     def _train(self, batch, scalars, noise):

@@ -101,6 +101,7 @@ def orchestrator_of(
         runners={"update": runner},
         log=RunLog(recorder),
         run_state=RunState(workflow=recorder, scheduler=scheduler),
+        own_collect_step=lambda step, *, phase: recorder.collect_step(step, phase=phase),
         cadences=cadences or Cadences(),
         settings=Settings(**settings),
         checkpoints=SimpleNamespace(save=recorder.save),

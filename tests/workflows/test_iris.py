@@ -370,7 +370,7 @@ def test_dream_exceeds_context_and_is_repeatable(workflow):
             ((dreamed.terminated >= 0) & (dreamed.terminated <= 1)).all()
         )
     assert bool((state["position"] <= workflow.world_model.length).all())
-    dream = workflow.imagine(horizon=3, batch=batch, generator=torch.Generator().manual_seed(0))
+    dream = workflow.imagine(horizon=3, batch=batch, decode=True, generator=torch.Generator().manual_seed(0))
     assert dream.obs["image"].shape == (2, 4, 3, 16, 16) and dream.reward.shape == dream.cont.shape == (2, 4)
 
 

@@ -20,7 +20,6 @@ def test_random_actions_and_no_hooks():
         components=WorldModelComponents(),
         controller_manager=ControllerManager({"policy": policy}),
     )
-    workflow.attach(context)
     workflow.initialize(context)
     assert workflow.hooks() == {}
     obs = {"vector": torch.zeros(3, 4)}

@@ -28,7 +28,6 @@ from rl_lab.buffers.episodes.samplers import (
     EndsSampler,
     EpisodeCountSampler,
     Episodes,
-    EpisodeSampler,
     OnlineEpisodes,
     UniformEpisodes,
 )
@@ -38,6 +37,7 @@ from rl_lab.buffers.ring import Array, as_rows
 from rl_lab.buffers.row_layout import FORMAT, LAYOUT, RowLayout, check_row, read_layout
 from rl_lab.buffers.samplers import restore_samplers, sampler_key, samplers_state
 from rl_lab.errors import CheckpointError, ConfigError, LabError, closest
+from rl_lab.protocols import EpisodeSampler
 from rl_lab.records import ArraySpec, Batch, BatchSpec, RowIndex, Spec
 from rl_lab.utils.checkpoint.loading import emit_warning
 from rl_lab.utils.checkpoint.saveable import load_data

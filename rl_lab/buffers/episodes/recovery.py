@@ -356,7 +356,8 @@ def compressor(name: str) -> Callable[[bytes], bytes]:
         return bytes
     if name == "zlib":
         return lambda data: zlib.compress(data, ZLIB_LEVEL)
-    return _zstd().compress
+    compress: Callable[[bytes], bytes] = _zstd().compress
+    return compress
 
 
 def decompress(number: int, data: bytes, size: int) -> bytes:

@@ -10,7 +10,7 @@ config.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class Episodes:
 
     def __init__(self, table: EpisodeTable, unfinished: OpenEpisodes, with_open: bool) -> None:
         self.table, self.unfinished, self.with_open = table, unfinished, with_open
-        self.counts: dict[str, Any] = {}  # sampler name -> EpisodeCounts
+        self.counts: dict[str, EpisodeCounts] = {}  # by sampler name
 
     def open_rows(self) -> np.ndarray:
         """Return the rows of the open episodes, (N,); 0 if they are not drawn."""
@@ -66,7 +66,7 @@ class Episodes:
         stored = episodes >= table.first
         ended = np.zeros(len(episodes), dtype=bool)
         ended[stored] = table.ended()[episodes[stored] - table.first]
-        return np.maximum(rows - ended, 1)
+        return np.asarray(np.maximum(rows - ended, 1))
 
     def at(self, stream: int, position: int) -> int | None:
         """Return the episode that has a row at this position, or None."""
@@ -104,25 +104,6 @@ class Episodes:
                 np.where(self.unfinished.begin < 0, self.unfinished.cursor, self.unfinished.begin).min()
             ),
         )
-
-
-class EpisodeSampler(Protocol):
-    """Draws episodes and rows. All randomness comes from the generator, so draws are reproducible."""
-
-    def available(self) -> int:
-        """Return the number of sequences that can be drawn now."""
-
-    def draw(self, count: int, generator: torch.Generator) -> Draw: ...
-
-    def undo(self) -> None:
-        """Undo the last draw, except for the generator's state, which the caller restores."""
-
-    def on_add(self, position: int, is_first: np.ndarray) -> None:
-        """Called after a row at `position` was added to every stream. is_first: (N,)"""
-
-    def get_state(self) -> dict[str, Any]: ...
-
-    def set_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 class LengthSums:
@@ -225,14 +206,14 @@ class Window:
 
     def choices(self, rows: np.ndarray) -> np.ndarray:
         """Return the number of positions in episodes of these rows: first rows of those that it needs."""
-        return np.maximum(0, rows - self._needed + 1)
+        return np.asarray(np.maximum(0, rows - self._needed + 1))
 
     def begin(self, choice: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """Return the first row for choices 0, 1, …; it is negative if padding comes before the episode."""
         if self._pad == "left":
-            return choice - (self._rows - self._needed)
+            return np.asarray(choice - (self._rows - self._needed))
         if self._pad == "both":
-            return choice - torch.randint(self._rows, (len(choice),), generator=generator).numpy()
+            return np.asarray(choice - torch.randint(self._rows, (len(choice),), generator=generator).numpy())
         return choice
 
     def at_end(self, rows: np.ndarray) -> np.ndarray:
@@ -254,7 +235,7 @@ class Window:
         uniforms = torch.rand(len(rows), dtype=torch.float64, generator=generator).numpy()
         row = np.minimum((uniforms * rows).astype(np.int64), rows - 1)
         later = torch.randint(self._rows, (len(rows),), generator=generator).numpy()
-        return np.minimum(row + later, rows - 1) - (self._rows - 1)
+        return np.asarray(np.minimum(row + later, rows - 1) - (self._rows - 1))
 
 
 class OnlineEpisodes:
@@ -444,7 +425,8 @@ class EpisodeCountSampler:
             longer = range(len(self._by_count), max(most + 1, 2 * len(self._by_count)))
             more = [(1.0 + count) ** -self._alpha for count in longer]
             self._by_count = np.concatenate([self._by_count, more])
-        return self._by_count[counts]
+        weights: np.ndarray = self._by_count[counts]
+        return weights
 
 
 class EndsSampler:

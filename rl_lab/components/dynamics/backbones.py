@@ -1,9 +1,9 @@
-"""The interface of sequence backbones of token world models, and a GRU that implements it."""
+"""Sequence backbones of token world models (`protocols.SequenceBackbone`): a GRU and pretrained language models."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,30 +13,6 @@ from rl_lab.components.nn.transformer import init_token_network
 from rl_lab.errors import ConfigError, MissingPackageError, install_line, one_line
 
 State = dict[str, torch.Tensor]
-
-
-class SequenceBackbone(Protocol):
-    """A causal sequence model on embeddings: output t depends only on embeddings 0 … t.
-
-    The world model owns token embeddings, positions, heads and the order of tokens. The state is a dict of
-    tensors with the batch first. A backbone initialises its own weights, because the world model would
-    overwrite loaded ones. The config sets `_partial_: true`; the world model calls backbone(dim=…, length=…).
-    """
-
-    dim: int  # width of embeddings and outputs
-    seeds: int  # number of seeds that `forward` takes for dropout; 0: no dropout
-
-    def __call__(self, x: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
-        """A complete sequence, for training: (B, T, dim) -> (B, T, dim)."""
-
-    def init_state(self, size: int) -> State:
-        """The state before the first token of `size` sequences."""
-
-    def step(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-        """The next T tokens (B, T, dim) -> outputs (B, T, dim) and the new state.
-
-        The tensors of the given state may be overwritten; use `copy_state` to keep it.
-        """
 
 
 def copy_state(state: State) -> State:

@@ -1,4 +1,4 @@
-"""Quantizers, which map vectors to discrete codes: VQ (IRIS), EMA codebook (Δ-IRIS), FSQ.
+"""Quantizers, which map vectors to discrete codes: VQ (IRIS), EMA codebook (Δ-IRIS), FSQ (`protocols.Quantizer`).
 
 Distances are float32 under autocast too: rounding to bfloat16 would change which code is nearest.
 """
@@ -7,45 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from rl_lab.errors import ConfigError
-
-
-@dataclass
-class Quantized:
-    """Vectors (M, D) replaced by codes, with straight-through gradients."""
-
-    vectors: torch.Tensor  # (M, D)
-    tokens: torch.Tensor  # (M,) int64
-    loss: torch.Tensor  # (M,) loss of the quantizer; zeros if it has none
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # 0-d, detached
-
-
-class Quantizer(Protocol):
-    """A module with codes 0 … vocab - 1."""
-
-    vocab: int
-    dim: int  # width of the vectors
-
-    def noise_size(self, vectors: int) -> int:
-        """Number of uniform random values that `learn` takes for M vectors; 0: nothing to learn without gradients."""
-
-    def __call__(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
-        """vectors: (M, D); mask: (M,) bool, vectors that count in the metrics."""
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(…) -> (…, D)."""
-
-    def learn(
-        self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
-    ) -> None:
-        """Update what is learned without gradients; called once per training step, and nowhere else."""
+from rl_lab.records import Quantized
 
 
 def straight_through(vectors: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

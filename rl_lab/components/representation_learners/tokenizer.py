@@ -1,13 +1,12 @@
-"""The interface of tokenizers, which map frames to tokens and back, and the tokenizer of IRIS.
+"""The tokenizer of IRIS, which maps frames to tokens and back (`protocols.Tokenizer`), and helpers for frames.
 
-Frames are float with pixels in [0, 1]. A *contextual* tokenizer encodes the change since the previous frame
-and also takes that frame and the action between the two; other tokenizers ignore both.
+Frames are float with pixels in [0, 1].
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,40 +29,6 @@ from rl_lab.components.nn.residual_conv import (
 from rl_lab.components.representation_learners.encoders import image_keys
 from rl_lab.errors import ConfigError
 from rl_lab.records import Batch, Spec
-
-
-class Tokenizer(Protocol):
-    num_tokens: int  # per frame
-    vocab: int
-    contextual: bool
-
-    def noise_size(self, sequences: int, rows: int) -> int:
-        """Number of uniform random values that `compute_loss` takes for a batch of this shape."""
-
-    def encode(
-        self, frame: torch.Tensor, previous: torch.Tensor | None = None, action: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Frame (M, C, H, W), previous frame, action between them -> (M, num_tokens)."""
-
-    def frame_features(self, frame: torch.Tensor) -> torch.Tensor | None:
-        """(M, C, H, W) -> features of a previous frame for `decode`, which can be computed in advance."""
-
-    def decode(
-        self,
-        tokens: torch.Tensor,
-        previous: torch.Tensor | None = None,
-        action: torch.Tensor | None = None,
-        features: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """(M, num_tokens) -> (M, C, H, W) in [0, 1], in steps of 1/255 if the original rounds."""
-
-    def policy_view(self, frame: torch.Tensor) -> torch.Tensor:
-        """The policy's input for a real frame: its reconstruction, or the frame itself."""
-
-    def compute_loss(
-        self, batch: Batch, noise: torch.Tensor | None = None, *, learn: bool = True
-    ) -> tuple[LossWithIntermediateLosses, dict[str, Any]]:
-        """learn: False does not update what is learned without gradients (an averaged codebook)."""
 
 
 def frame_key(spec: Spec) -> str:

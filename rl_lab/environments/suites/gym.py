@@ -16,7 +16,6 @@ from typing import Any
 
 import gymnasium
 
-from rl_lab.environments.rendering import choose_renderer
 from rl_lab.errors import ConfigError, MissingPackageError
 
 EXTRA = "classic"  # most registered ids need it
@@ -49,6 +48,8 @@ def make(task: Any, *, render: bool = False, **options: Any) -> gymnasium.Env:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame renders to memory, without a display
     if isinstance(task, gymnasium.envs.registration.EnvSpec):
         if render and str(task.entry_point).startswith("gymnasium.envs.mujoco"):
+            from rl_lab.environments.rendering import choose_renderer
+
             choose_renderer(needed=True)  # Gymnasium would need a display
         spec = copy.deepcopy(task)
         spec.order_enforce = False  # EnvRunner keeps the order, so the check is not needed

@@ -13,9 +13,9 @@ import torch
 from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
 from rl_lab.environments.world_model_env import ImaginedEpisodes
 from rl_lab.errors import ConfigError, LabError, closest, install_line
+from rl_lab.protocols import InspectablePolicy, ObservationDecoder
 from rl_lab.records import OBS_PREFIX, ActMode, Batch, Spec
 from rl_lab.tools.play.frame import Frame, Panel, difference, observation_image
-from rl_lab.workflows.base import WorldModelWorkflow
 
 RECONSTRUCTED_ROWS = 4  # encoded for the reconstruction of the newest row; more are slower and look the same
 TRIES = 20  # episodes that end within the context; after them a context of one row is used
@@ -75,7 +75,7 @@ class RealSource:
     def inspect(self) -> dict[str, float]:
         # While the user plays, the policy runs only if it returns values here: act() is slow for a planner. A
         # policy that did not run starts with an initial policy state when it takes over.
-        if type(self.workflow).inspect_policy is WorldModelWorkflow.inspect_policy:
+        if not isinstance(self.workflow, InspectablePolicy):
             return {}
         if self._action is None:
             self._act()
@@ -95,9 +95,10 @@ class RealSource:
 
     def reconstruction(self) -> np.ndarray | None:
         """Return the model's reconstruction of the newest row; None without a decoder."""
-        if self._reconstruction is None and self.workflow.can_dream:
+        workflow = self.workflow
+        if self._reconstruction is None and workflow.can_dream and isinstance(workflow, ObservationDecoder):
             state = self.workflow.dream_start(self.batch(RECONSTRUCTED_ROWS), generator=self._generator)
-            decoded = self.workflow.dream_observation(state)
+            decoded = workflow.dream_observation(state)
             if decoded:
                 self._reconstruction = observation_image(
                     {name: value[0].cpu().numpy() for name, value in decoded.items()}
@@ -233,7 +234,7 @@ class DreamSource:
         return self._action
 
     def inspect(self) -> dict[str, float]:
-        if type(self.workflow).inspect_policy is WorldModelWorkflow.inspect_policy:
+        if not isinstance(self.workflow, InspectablePolicy):
             return {}
         self.agent_action()
         return {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_lab.records import Batch
+from rl_lab.records import Batch, Imagined
 from rl_lab.workflows.base import imagined_report
 
 if TYPE_CHECKING:
@@ -34,11 +35,39 @@ def dreamer_report(workflow: DreamerWorkflow, batch: Batch) -> dict[str, Any]:
     start = Batch({key: value[:, : context + seen] for key, value in batch.columns.items()})
     first = Batch({key: value[:ROLLOUTS] for key, value in start.columns.items()})
     generator = torch.Generator(workflow.device).manual_seed(0)
-    imagined = workflow.imagine(horizon=length, batch=first, decode=True, generator=generator)
+    imagined = training_rollouts(workflow, first, length, generator)
     return {
         **_open_loop(workflow, batch, start, seen),
         **imagined_report(imagined, discount=workflow.settings.discount),
     }
+
+
+@torch.no_grad()
+def training_rollouts(
+    workflow: DreamerWorkflow, batch: Batch, horizon: int, generator: torch.Generator
+) -> Imagined:
+    """Decoded rollouts from the end of each sequence, computed as in training: replay context, fused steps."""
+    rssm, actor, decoder = workflow.rssm, workflow.actor, workflow.decoder
+    draw = partial(torch.rand, generator=generator, device=workflow.device)
+    with workflow.autocast():
+        rows = batch.reward.shape[1] - workflow.settings.replay_context
+        states, _ = workflow.infer(batch, draw(len(batch), rows, rssm.stoch))
+        spec = actor.noise_spec(horizon, len(batch))
+        action_noise = (torch.rand if spec.kind == "uniform" else torch.randn)(
+            spec.shape, generator=generator, device=workflow.device
+        )
+        prior_noise = draw(horizon, len(batch), rssm.stoch)
+        start = {key: value[:, -1] for key, value in states.items()}
+        feature, action = workflow.rollout(start, prior_noise, action_noise)
+        deter, stoch = feature.split([rssm.deter, rssm.stoch * rssm.classes], -1)
+        states = {"deter": deter, "stoch": stoch.unflatten(-1, (rssm.stoch, rssm.classes))}
+        return Imagined(
+            states,
+            action,
+            reward=workflow.reward_head.predict(feature),
+            cont=workflow.continue_head.predict(feature),
+            obs=decoder.observations(decoder(states, feature)),
+        )
 
 
 def _open_loop(workflow: DreamerWorkflow, batch: Batch, start: Batch, seen: int) -> dict[str, Any]:

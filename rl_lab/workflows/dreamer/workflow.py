@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,6 @@ from rl_lab.records import (
     Batch,
     BatchSpec,
     Hook,
-    Imagined,
     ImaginedStep,
     NoiseSpec,
     Spec,
@@ -118,7 +116,7 @@ class DreamerActing(WorldModelWorkflow):
         states, log_probs = self.rssm.observe_sequence(state, action, self.encoder(obs), is_first, noise)
         return states, log_probs
 
-    def _rollout(
+    def rollout(
         self, state: State, prior_noise: torch.Tensor, action_noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (N, H+1, F) and actions (N, H, …) of imagined rollouts with the actor; noise is (H, N, …).
@@ -169,38 +167,6 @@ class DreamerActing(WorldModelWorkflow):
             action = self.actor.act(self.rssm.feature(state), mode)
         extras = self._latent_columns(state) if self.settings.replay_context else {}
         return action, {**state, "action": action}, extras
-
-    @torch.no_grad()
-    def imagine(
-        self,
-        *,
-        horizon: int,
-        batch: Batch | None = None,
-        state: State | None = None,
-        decode: bool = False,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> Imagined:
-        """An imagined rollout of `horizon` steps from `state` (B, …) or from each sequence's last row."""
-        draw = partial(torch.rand, generator=generator, device=self.device)
-        with self.autocast():
-            if state is None:
-                if batch is None:
-                    raise ValueError("imagine() needs a batch or a state to start from")
-                rows = batch.reward.shape[1] - self.settings.replay_context
-                states, _ = self.infer(batch, draw(len(batch.reward), rows, self.rssm.stoch))
-                state = {key: value[:, -1] for key, value in states.items()}
-            count = len(state["deter"])
-            spec = self.actor.noise_spec(horizon, count)
-            action_noise = (torch.rand if spec.kind == "uniform" else torch.randn)(
-                spec.shape, generator=generator, device=self.device
-            )
-            feature, action = self._rollout(state, draw(horizon, count, self.rssm.stoch), action_noise)
-            deter, stoch = feature.split([self.rssm.deter, self.rssm.stoch * self.rssm.classes], -1)
-            states = {"deter": deter, "stoch": stoch.unflatten(-1, (self.rssm.stoch, self.rssm.classes))}
-            decoded = self.decoder.observations(self.decoder(states, feature)) if decode else None
-            reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
-        return Imagined(states, action, reward=reward, cont=cont, obs=decoded)
 
     @torch.no_grad()
     def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
@@ -378,7 +344,7 @@ class DreamerWorkflow(DreamerActing):
         # No autocast cache: it would share the weight casts of this stream with other streams.
         with autocast(self.precision, self.device, cache=False):
             with torch.set_grad_enabled(self.through_dynamics):
-                feature, action = self._rollout(start, noise["prior"], noise["action"])
+                feature, action = self.rollout(start, noise["prior"], noise["action"])
                 reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
             return evaluate_rollouts(
                 self.critic, self.return_computer, feature=feature, action=action, reward=reward, cont=cont

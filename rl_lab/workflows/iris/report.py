@@ -38,7 +38,7 @@ def iris_report(workflow: IrisActing, batch: Batch) -> dict[str, Any]:
     first = Batch({name: value[:EPISODES, :1] for name, value in batch.columns.items()})
     start = _first_real_row(batch, first)
     generator = torch.Generator(workflow.device).manual_seed(0)
-    imagined = workflow.imagine(horizon=STEPS, batch=start, generator=generator)
+    imagined = workflow.imagine(horizon=STEPS, batch=start, decode=True, generator=generator)
     return {
         "reconstruction_error": float(error),
         "codes_used": float(len(torch.unique(tokens[real]))) / workflow.tokenizer.vocab,

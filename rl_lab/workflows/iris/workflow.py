@@ -37,7 +37,6 @@ from rl_lab.records import (
     Batch,
     BatchSpec,
     Hook,
-    Imagined,
     ImaginedStep,
     NoiseSpec,
     Spec,
@@ -65,6 +64,7 @@ class IrisActing(WorldModelWorkflow):
 
     has_temperature = True
     dream_flush = 20  # frames, as in eloialonso/iris when a person plays
+    imagined_state = ("frame",)
 
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
@@ -235,38 +235,6 @@ class IrisActing(WorldModelWorkflow):
             else value
             for key, value in state.items()
         }
-
-    @torch.no_grad()
-    def imagine(
-        self,
-        *,
-        horizon: int,
-        batch: Batch | None = None,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> Imagined:
-        """An imagined trajectory of `horizon` steps from the end of each sequence, with sampled actions."""
-        if batch is None:
-            raise ValueError("imagine() needs a batch to start from")
-        state = self.dream_start(batch, generator=generator)
-        mode = ActMode(generator=generator)
-        frames, actions, rewards, cont = [state["frame"]], [], [], []
-        for _ in range(horizon):
-            action, state = self.dream_act(state, mode)
-            state, dreamed = self.dream_step(state, action, generator=generator)
-            frames.append(state["frame"])
-            actions.append(action)
-            rewards.append(dreamed.reward)
-            cont.append(1.0 - dreamed.terminated)
-        zeros = torch.zeros_like(rewards[0])
-        stacked = torch.stack(frames, 1)
-        return Imagined(
-            {"frame": stacked},
-            torch.stack(actions, 1),
-            reward=torch.stack([zeros, *rewards], 1),
-            cont=torch.stack([zeros + 1.0, *cont], 1),
-            obs={self.tokenizer.key: to_pixels(stacked)},
-        )
 
 
 # ---------------------------------------------------------------- training

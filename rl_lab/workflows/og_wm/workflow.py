@@ -34,14 +34,16 @@ from rl_lab.components.representation_learners.conv_vae import sample_normal
 from rl_lab.errors import ConfigError
 from rl_lab.records import (
     ActMode,
+    AnyHook,
     ArraySpec,
     Batch,
     BatchSpec,
+    EvolveHook,
     Hook,
-    Imagined,
     ImaginedStep,
     NoiseSpec,
     Spec,
+    TransformHook,
     UpdateResult,
 )
 from rl_lab.utils.seeding import derive_seed
@@ -108,7 +110,7 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
 
     # ---------------------------------------------------------------- hooks
 
-    def hooks(self) -> dict[str, Hook]:
+    def hooks(self) -> dict[str, AnyHook]:
         s, latent = self.settings, self.vae.latent
         codes = ("mu", "logvar", "action", "reward", "terminated", "is_first")
         # `encode` reads the buffer itself. Its batch is the first one declared, which `report` gets.
@@ -120,7 +122,7 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         starts = BatchSpec(s.evolution.episodes, s.dream_context, boundary="pad", pad="left", keys=codes)
         noise = NoiseSpec((s.batch_size, s.batch_length + 1, latent), "normal")
         return {
-            "encode": Hook(self._encode_rows, kind="transform", batch=report),
+            "encode": TransformHook(self._encode_rows, batch=report),
             "update_vae": Hook(
                 self._vae_step,
                 batch=images,
@@ -131,8 +133,8 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
             "update_mdn_on_images": Hook(
                 self._mdn_step_on_images, batch=with_images, noise={"latent": noise}, prefix="train/mdn"
             ),
-            "evolve": Hook(self.evolution, kind="evolve", prefix="controller"),
-            "evolve_in_dream": Hook(self.dream_evolution, kind="evolve", batch=starts, prefix="controller"),
+            "evolve": EvolveHook(self.evolution, prefix="controller"),
+            "evolve_in_dream": EvolveHook(self.dream_evolution, batch=starts, prefix="controller"),
         }
 
     def resolve_hook(self, name: str, phase: str) -> str:
@@ -352,44 +354,6 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         reward = zeros if prediction.reward is None else prediction.reward
         done = zeros - torch.inf if prediction.done_logit is None else prediction.done_logit
         return {"z": z, **memory}, reward, done
-
-    @torch.no_grad()
-    def imagine(
-        self,
-        *,
-        horizon: int,
-        batch: Batch | None = None,
-        state: PolicyState | None = None,
-        decode: bool = False,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> Imagined:
-        """A dream of `horizon` steps from `state` (B, …), or from the end of each sequence of `batch`."""
-        if state is None:
-            if batch is None:
-                raise ValueError("imagine() needs a batch or a state to start from")
-            state = self.dream_start(batch, generator=generator)
-        states, actions = [state], []
-        reward = [torch.zeros(len(state["z"]), device=self.device)]
-        cont = [torch.ones(len(state["z"]), device=self.device)]
-        for _ in range(horizon):
-            action, state = self.dream_act(state, ActMode())
-            state, step_reward, done = self.dream_latent(
-                state, action, self.dream_noise(len(action), generator)
-            )
-            states.append(state)
-            actions.append(action)
-            reward.append(step_reward)
-            cont.append(1.0 - self.end_chance(done))
-        stacked = {key: torch.stack([item[key] for item in states], 1) for key in state}
-        obs = self.dream_observation(stacked) if decode else None
-        return Imagined(
-            stacked,
-            torch.stack(actions, 1),
-            reward=torch.stack(reward, 1),
-            cont=torch.stack(cont, 1),
-            obs=obs,
-        )
 
     # ---------------------------------------------------------------- report and checkpoint
 

@@ -16,7 +16,7 @@ from rl_lab.components.nn.actions import ActionEncoder, make_policy, stored_acti
 from rl_lab.components.nn.fast_path import compiling, fast_path, resolve_fast_path
 from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.launch.runtime import tensor_float
-from rl_lab.records import ActMode, Batch, Imagined, ImaginedStep, NoiseSpec
+from rl_lab.records import ActMode, Batch, ImaginedStep, NoiseSpec
 from rl_lab.workflows.base import PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.tdmpc.planning_model import CastCopy, LatentModel, control
@@ -46,6 +46,8 @@ class TDMPCActing(WorldModelWorkflow):
     Components encoder, dynamics, reward_head and, if needed, termination_head and task_embedding; controllers
     critic, policy, planner.
     """
+
+    imagined_state = ("latent",)
 
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
@@ -217,38 +219,6 @@ class TDMPCActing(WorldModelWorkflow):
         return self._act_scalars
 
     # ---------------------------------------------------------------- imagination
-
-    @torch.no_grad()
-    def imagine(
-        self,
-        *,
-        horizon: int,
-        batch: Batch | None = None,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> Imagined:
-        """An imagined rollout from the last row of each sequence, with the policy's actions (no planning)."""
-        if batch is None:
-            raise ValueError("imagine() needs a batch to start from")
-        state = self.dream_start(batch, generator=generator)
-        task = self._task(state)
-        latents, actions, rewards, ends = [state["latent"]], [], [], []
-        for _ in range(horizon):
-            spec = batched(self.policy.noise, len(state["latent"]))
-            noise = self._draw({"action": spec}, generator)["action"]
-            action = self.policy.sample(state["latent"], noise, *task.embedding, mask=task.mask)
-            actions.append(stored_action(action, self.spec.action))
-            state, dreamed = self.dream_step(state, actions[-1])
-            latents.append(state["latent"])
-            rewards.append(dreamed.reward)
-            ends.append(dreamed.terminated)
-        zeros = torch.zeros_like(rewards[0])
-        return Imagined(
-            {"latent": torch.stack(latents, 1)},
-            torch.stack(actions, 1),
-            reward=torch.stack([zeros, *rewards], 1),
-            cont=1.0 - torch.stack([zeros, *ends], 1),
-        )
 
     @torch.no_grad()
     def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
