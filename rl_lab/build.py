@@ -5,8 +5,10 @@ This module may import every package. Errors in a config are raised here, before
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import nn
 
 from rl_lab.config.compose import to_plain
 from rl_lab.environments.make import env_config_options, make_env, probe_spec
-from rl_lab.environments.vector import VectorEnv
+from rl_lab.environments.vector import FourValueEnv, VectorEnv
 from rl_lab.errors import ConfigError, LabError, closest, reject_unknown, unexpected
 from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.collector import Collector
@@ -98,7 +100,7 @@ def build_run(
         controller_manager=controllers,
         optimizers=optimizers,
         buffers=buffers,
-        train_environment=environment,
+        train_environment=FourValueEnv(environment) if unpacks_four_values(workflow) else environment,
         collector=collector,
         checkpoint_manager=checkpoints,
         experiment_logger=logger,
@@ -179,6 +181,22 @@ def own_collect_step(workflow: WorldModelWorkflow) -> CollectStep | None:
     """Return the workflow's `collect_step` if it has one of its own; else the loop calls the Collector."""
     overridden = type(workflow).collect_step is not WorldModelWorkflow.collect_step
     return workflow.collect_step if overridden else None
+
+
+def unpacks_four_values(workflow: WorldModelWorkflow) -> bool:
+    """Return whether its class contains `obs, reward, done, info = ….step(…)`, with four values instead of five."""
+    for cls in type(workflow).__mro__[: -len(WorldModelWorkflow.__mro__)]:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        except (OSError, TypeError, SyntaxError):  # no source: a class made at run time
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                called, target = node.value.func, node.targets[0]
+                steps = isinstance(called, ast.Attribute) and called.attr == "step"
+                if steps and isinstance(target, ast.Tuple) and len(target.elts) == 4:
+                    return True
+    return False
 
 
 def build_runners(

@@ -524,3 +524,28 @@ def _rows(arrays: StepArrays) -> dict[str, np.ndarray]:
         "terminated": arrays.terminated,
         "truncated": arrays.truncated,
     }
+
+
+# --- Four values -----------------------------------------------------------------------------------------
+
+
+class FourValueEnv:
+    """A VectorEnv whose `step` returns `obs, reward, done, info`, as Gym's did before version 0.26.
+
+    `info["terminated"]` and `info["truncated"]` say why an episode ended. Everything else is the VectorEnv's.
+    """
+
+    def __init__(self, environment: VectorEnv) -> None:
+        self.environment = environment
+
+    def step(self, actions: Any) -> tuple[Observations, np.ndarray, np.ndarray, Infos]:
+        obs, reward, terminated, truncated, infos = self.environment.step(actions)
+        return (
+            obs,
+            reward,
+            terminated | truncated,
+            {**infos, "terminated": terminated, "truncated": truncated},
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.environment, name)
