@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rl_lab.components.nn.fast_path import resolve_fast_path, use_fast_path
 from rl_lab.errors import ConfigError, closest
 from rl_lab.records import Spec
 
@@ -85,6 +86,13 @@ class WorkflowContext:
                 f"{closest(name, self.optimizers)}"
             )
         return self.optimizers.get(name)
+
+    def use_fast_path(self) -> bool:
+        """Choose the fast or the plain form of all parts, by `training.fast_path`; return whether it is fast."""
+        fast = resolve_fast_path(self.config.training.get("fast_path", "auto"), self.device)
+        controllers = (part for _, part in self.controller_manager.items())
+        use_fast_path(fast, self.components, *controllers, *self.optimizers.values())
+        return fast
 
     def check_trained(
         self,

@@ -16,7 +16,7 @@ from rl_lab.components.kernels.group_norm_silu import fused_group_norm
 from rl_lab.components.kernels.sampling import sample_logits
 from rl_lab.components.kernels.upsample2x import upsample2x
 from rl_lab.components.nn.categorical import sample_index
-from rl_lab.components.nn.fast_path import SideStream, fast_path
+from rl_lab.components.nn.fast_path import SideStream, use_fast_path
 from rl_lab.components.nn.residual_conv import (
     Downsample,
     ImageAttention,
@@ -58,10 +58,10 @@ def test_fast_path_matches_plain(name: str):
     x = torch.randn(2, *shape, requires_grad=True)
     results = []
     for on in (False, True):
-        with fast_path(on):
-            y = net(x)
-            with torch.no_grad():
-                assert torch.allclose(net(x), y, rtol=1e-5, atol=1e-5)
+        use_fast_path(on, net)
+        y = net(x)
+        with torch.no_grad():
+            assert torch.allclose(net(x), y, rtol=1e-5, atol=1e-5)
         weight = torch.linspace(-1.0, 1.0, y.numel()).view(y.shape)
         results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *net.parameters()])))
     for plain, fused in zip(*results):
@@ -81,9 +81,11 @@ def test_images_stay_in_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch):
         return conv2d(x, *args, **options)
 
     monkeypatch.setattr(F, "conv2d", record)
-    with fast_path(), torch.autocast("cpu", torch.bfloat16):
+    use_fast_path(True, net)
+    with torch.autocast("cpu", torch.bfloat16):
         rough = net(x)
     assert len(dtypes) > 10 and set(dtypes[1:]) == {torch.bfloat16} == {rough.dtype}
+    use_fast_path(False, net)
     exact = net(x)
     assert (rough - exact).abs().max() < 0.1 * exact.abs().max()
     rough.float().square().sum().backward()
@@ -123,11 +125,11 @@ def test_trunk_precision(trunk, on: bool):
     torch.manual_seed(0)
     network = RecurrentActorCritic(SPEC, trunk, units=16)
     frames = torch.rand(2, 3, 3, 16, 16)
-    with fast_path(on):
-        exact, _ = network.observe_sequence(frames, network.initial_state(2))
-        network.trunk_dtype = torch.bfloat16
-        hidden, state = network.observe_sequence(frames, network.initial_state(2))
-        one = network.observe(frames[:, 0], network.initial_state(2))
+    use_fast_path(on, network)
+    exact, _ = network.observe_sequence(frames, network.initial_state(2))
+    network.trunk_dtype = torch.bfloat16
+    hidden, state = network.observe_sequence(frames, network.initial_state(2))
+    one = network.observe(frames[:, 0], network.initial_state(2))
     assert hidden.dtype == state["c"].dtype == torch.float32
     assert not torch.equal(hidden, exact) and torch.allclose(hidden, exact, atol=0.05)
     assert torch.allclose(one["h"], hidden[:, 0], atol=5e-3)
@@ -154,13 +156,13 @@ def test_pixels_of_policy():
 
 def test_side_stream_on_cpu():
     for on in (False, True):
-        with fast_path(on):
-            work = SideStream(torch.add, torch.ones(2), torch.ones(2), device=torch.device("cpu"), stream=1)
+        device = torch.device("cpu")
+        work = SideStream(torch.add, torch.ones(2), torch.ones(2), fast=on, device=device, stream=1)
         assert work.join().tolist() == [2.0, 2.0] == work.join().tolist()
 
 
 def test_sample_logits_matches_softmax():
     logits, noise = torch.randn(50, 7).bfloat16(), torch.rand(50)
-    drawn = sample_logits(logits, noise)
+    drawn = sample_logits(logits, noise, fast=True)
     assert drawn.dtype == torch.int64 and len(drawn.unique()) > 3
     assert torch.equal(drawn, sample_index(torch.softmax(logits.float(), -1), noise))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from rl_lab.components.kernels.norm_activate import fused_norm_activate
 from rl_lab.components.kernels.two_hot import two_hot_return
 from rl_lab.components.nn.ensemble import EnsembleMLP
-from rl_lab.components.nn.fast_path import compiling, fast_path
+from rl_lab.components.nn.fast_path import compiling, use_fast_path
 from rl_lab.components.nn.heads import TerminationHead
 from rl_lab.components.nn.normed_mlp import Layer, NormedMLP, activate, pad_to
 from rl_lab.components.nn.two_hot import SymlogTwoHot
@@ -162,7 +162,8 @@ def test_finish_groups(kind: str, on: bool):
     layer = Layer([8, 3], 16, kind)
     latent, action = torch.randn(4, 8), torch.randn(4, 5, 3)
     expected = layer(latent.repeat_interleave(5, 0), action.flatten(0, 1)).view(4, 5, 16)
-    with torch.no_grad(), fast_path(on):
+    use_fast_path(on, layer)
+    with torch.no_grad():
         share = F.linear(latent, layer.weight0, layer.bias)
         table = torch.zeros(4, 5, 20)
         found = layer.finish_groups(action @ layer.weight1.t(), share)
@@ -190,9 +191,9 @@ def test_fast_path_networks():
     x, a, dropout = torch.randn(7, 8, requires_grad=True), torch.randn(7, 3), torch.rand(3, 7, 16)
     results = []
     for on in (False, True):
-        with fast_path(on):
-            y = mlp(x, a)
-            q = critics(x, a, dropout=dropout, rate=0.3)
+        use_fast_path(on, mlp, critics)
+        y = mlp(x, a)
+        q = critics(x, a, dropout=dropout, rate=0.3)
         loss = (y * torch.arange(16.0)).sum() + (q * torch.arange(11.0)).sum()
         leaves = [x, *mlp.parameters(), *critics.parameters()]
         results.append((y.detach(), q.detach(), *torch.autograd.grad(loss, leaves)))
@@ -222,7 +223,8 @@ def test_compiled_pointwise_functions():
         x, a = torch.randn(rows, 8, requires_grad=True), torch.randn(rows, 3)
         results = []
         for on in (False, True):
-            with compiling(on), fast_path(on):
+            use_fast_path(on, mlp, code)
+            with compiling(on):
                 y = mlp(x, a)
                 loss = (
                     y[:, 0].sum() + code.loss(y[:, :11], torch.ones(rows)).sum() + code.mean(y[:, :11]).sum()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.fast_path import use_fast_path
 from rl_lab.components.nn.losses import (
     AbsoluteError,
     Perceptual,
@@ -170,8 +170,8 @@ def test_fused_image_norm(silu: bool):
     x, weight = torch.randn(3, 64, 5, 4, requires_grad=True), torch.randn(3, 64, 5, 4)
     results = []
     for on in (False, True):
-        with fast_path(on):
-            y = norm(x)
+        use_fast_path(on, norm)
+        y = norm(x)
         results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *norm.parameters()])))
     for plain, fused in zip(*results):
         assert plain.shape == fused.shape and torch.allclose(plain, fused, rtol=1e-4, atol=1e-4)
@@ -186,8 +186,8 @@ def test_fast_path_residual_block(outputs: int):
     x, weight = torch.randn(3, 32, 5, 4, requires_grad=True), torch.randn(3, outputs, 5, 4)
     results = []
     for on in (False, True):
-        with fast_path(on):
-            y = block(x)
+        use_fast_path(on, block)
+        y = block(x)
         results.append((y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *block.parameters()])))
     for plain, fused in zip(*results):
         assert plain.shape == fused.shape

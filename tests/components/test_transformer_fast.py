@@ -9,7 +9,7 @@ from rl_lab.components.dynamics.backbones import copy_state
 from rl_lab.components.kernels.attention import causal_attention
 from rl_lab.components.kernels.dropout import kept
 from rl_lab.components.kernels.residual_norm import residual_norm
-from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.fast_path import use_fast_path
 from rl_lab.components.nn.precision import autocast
 from rl_lab.components.nn.transformer import FROZEN, Transformer, causal_softmax_dropout, seed_word
 
@@ -29,7 +29,8 @@ def make_model(dropout: float = 0.0, length: int = T) -> Transformer:
 
 def cached(model: Transformer, x: torch.Tensor, parts: tuple[int, ...], on: bool) -> list[torch.Tensor]:
     found = []
-    with fast_path(on), torch.no_grad():
+    use_fast_path(on, model)
+    with torch.no_grad():
         state = model.init_state(len(x))
         assert hasattr(state["keys"], FROZEN) == on
         for part in x.split(parts, 1):
@@ -58,13 +59,13 @@ def test_cache_rows_of_different_length():
     found = []
     for on in (True, False):
         torch.manual_seed(1)
-        with fast_path(on):
-            state = model.init_state(4)
-            for name in ("keys", "values"):
-                state[name].copy_(torch.randn(state[name].shape))
-            state["filled"] = lengths
-            first, state = model.step(torch.randn(4, 1, D), state)
-            second, state = model.step(torch.randn(4, 2, D), state)
+        use_fast_path(on, model)
+        state = model.init_state(4)
+        for name in ("keys", "values"):
+            state[name].copy_(torch.randn(state[name].shape))
+        state["filled"] = lengths
+        first, state = model.step(torch.randn(4, 1, D), state)
+        second, state = model.step(torch.randn(4, 2, D), state)
         found.append([first, second, *state.values()])
     for quick, plain in zip(*found, strict=True):
         torch.testing.assert_close(quick, plain, atol=1e-5, rtol=1e-5)
@@ -73,15 +74,15 @@ def test_cache_rows_of_different_length():
 @torch.no_grad()
 def test_plain_path_for_copies_and_gradients():
     model, x = make_model(), torch.randn(B, 1, D)
-    with fast_path():
+    use_fast_path(True, model)
+    state = model.init_state(B)
+    copied = copy_state(state)
+    assert not hasattr(copied["keys"], FROZEN)
+    torch.testing.assert_close(model.step(x, copied)[0], model.step(x, state)[0], atol=1e-5, rtol=1e-5)
+    with torch.enable_grad():
         state = model.init_state(B)
-        copied = copy_state(state)
-        assert not hasattr(copied["keys"], FROZEN)
-        torch.testing.assert_close(model.step(x, copied)[0], model.step(x, state)[0], atol=1e-5, rtol=1e-5)
-        with torch.enable_grad():
-            state = model.init_state(B)
-            assert not hasattr(state["keys"], FROZEN)
-            assert model.step(x, state)[0].requires_grad
+        assert not hasattr(state["keys"], FROZEN)
+        assert model.step(x, state)[0].requires_grad
 
 
 def test_rollout_uses_current_weights():
@@ -104,7 +105,8 @@ def test_training_matches_plain(dtype: torch.dtype, dropout: float, seeded: bool
     for on in (True, False):
         x = inputs.clone().requires_grad_()
         model.zero_grad()
-        with fast_path(on), autocast(dtype, "cpu"):
+        use_fast_path(on, model)
+        with autocast(dtype, "cpu"):
             y = model(x, seeds)
         assert y.dtype == torch.float32
         (y * weight).sum().backward()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_lab.components.controllers.dreamer import DreamerCriticController
-from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.fast_path import use_fast_path
 from rl_lab.components.nn.heads import ContinueHead, TwoHotHead
 from rl_lab.components.nn.two_hot import TwoHot
 from rl_lab.errors import ConfigError
@@ -81,8 +81,8 @@ def test_fused_loss_in_symlog_space():
     logits = torch.randn(2, 9, 41, requires_grad=True)
     targets = [torch.randn(2, 9) * 200, torch.randn(2, 9)]
     plain = two_hot.loss(logits, *targets)
-    with fast_path(True):
-        quick = two_hot.loss(logits, *targets)
+    use_fast_path(True, two_hot)
+    quick = two_hot.loss(logits, *targets)
     assert torch.allclose(plain, quick, atol=1e-5)
     weight = torch.rand(2, 9)
     expected, found = (torch.autograd.grad(loss, logits, weight)[0] for loss in (plain, quick))
@@ -128,8 +128,8 @@ def test_fused_loss(dtype, count):
     results = []
     for on in (False, True):
         logits = inputs.clone().requires_grad_()
-        with fast_path(on):
-            loss = two_hot.loss(logits[:, :-1], *targets)
+        use_fast_path(on, two_hot)
+        loss = two_hot.loss(logits[:, :-1], *targets)
         assert ("TwoHotCrossEntropy" in type(loss.grad_fn).__name__) == on
         (loss * weight).sum().backward()
         results.append((loss.detach(), logits.grad))
@@ -149,9 +149,9 @@ def test_two_targets():
     expected = two_hot.loss(logits, first) + two_hot.loss(logits, second)
     wanted = first.clone().requires_grad_()
     for on in (False, True):
-        with fast_path(on):
-            assert torch.allclose(critic.loss(logits, first, second), expected, atol=1e-5)
-            (gradient,) = torch.autograd.grad(two_hot.loss(logits, wanted).sum(), wanted)
+        use_fast_path(on, critic)
+        assert torch.allclose(critic.loss(logits, first, second), expected, atol=1e-5)
+        (gradient,) = torch.autograd.grad(two_hot.loss(logits, wanted).sum(), wanted)
         assert gradient.abs().min() > 0.0
 
 
@@ -160,8 +160,8 @@ def test_nan_propagates_to_loss():
     logits = torch.zeros(3, 41)
     logits[1, 4] = nan
     for on in (False, True):
-        with fast_path(on):
-            loss = two_hot.loss(logits, torch.tensor([nan, 1.0, 2.0]))
+        use_fast_path(on, two_hot)
+        loss = two_hot.loss(logits, torch.tensor([nan, 1.0, 2.0]))
         assert loss.isnan().tolist() == [True, True, False]
 
 

@@ -18,7 +18,7 @@ from rl_lab.components.kernels import (
 from rl_lab.components.kernels.reverse_scan import reverse_scan
 from rl_lab.components.kernels.topk import topk
 from rl_lab.components.kernels.two_hot import two_hot_return
-from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.fast_path import use_fast_path
 from rl_lab.components.nn.two_hot import TwoHot
 from tests.gpu.kernel_case import EPS, HALF, agree, dtypes, on_gpu
 
@@ -197,8 +197,7 @@ def test_topk(rows: int, length: int, count: int):
     values = torch.randn(rows, length)
     values[:, 3] = values[:, 5]
     values[0, :4] = -1e9
-    with fast_path():
-        best, index = topk(values.cuda(), count)
+    best, index = topk(values.cuda(), count, fast=True)
     assert torch.equal(best.cpu(), torch.topk(values, count, dim=1).values)
     assert torch.equal(values.gather(1, index.cpu()), best.cpu())
     assert all(len(set(row.tolist())) == count for row in index)
@@ -228,20 +227,20 @@ def test_two_hot_mean(bins: int, shape: tuple[int, ...], dtype: torch.dtype):
     two_hot, logits = TwoHot(bins), (torch.randn(*shape, bins) * 3.0).to(dtype)
     expected, zero = two_hot.mean(logits), torch.full((*shape, bins), 1.7).to(dtype)
     two_hot, logits = two_hot.cuda(), logits.cuda()
-    with fast_path():
-        found = two_hot.mean(logits)
-        assert found.shape == shape and found.dtype == torch.float32
-        agree(found, expected)
-        if shape:
-            agree(two_hot.mean(logits[1:-1]), expected[1:-1])
-        if len(shape) > 1:
-            agree(two_hot.mean(logits[:, :-1]), expected[:, :-1])
-        assert torch.equal(two_hot.mean(zero.cuda()).cpu(), torch.zeros(shape))
-        # Where a gradient is wanted, there is one.
-        logits.requires_grad_()
-        assert two_hot.mean(logits).requires_grad
-        with torch.no_grad():
-            agree(two_hot.mean(logits), expected)
+    use_fast_path(True, two_hot)
+    found = two_hot.mean(logits)
+    assert found.shape == shape and found.dtype == torch.float32
+    agree(found, expected)
+    if shape:
+        agree(two_hot.mean(logits[1:-1]), expected[1:-1])
+    if len(shape) > 1:
+        agree(two_hot.mean(logits[:, :-1]), expected[:, :-1])
+    assert torch.equal(two_hot.mean(zero.cuda()).cpu(), torch.zeros(shape))
+    # Where a gradient is wanted, there is one.
+    logits.requires_grad_()
+    assert two_hot.mean(logits).requires_grad
+    with torch.no_grad():
+        agree(two_hot.mean(logits), expected)
 
 
 @dtypes
@@ -253,6 +252,7 @@ def test_two_hot_mean(bins: int, shape: tuple[int, ...], dtype: torch.dtype):
 def test_two_hot_loss(bins: int, shape: tuple[int, ...], count: int, sliced: bool, dtype: torch.dtype):
     torch.manual_seed(0)
     two_hot, sliced = TwoHot(bins), sliced and len(shape) > 1
+    use_fast_path(True, two_hot)
     wide = (shape[0], shape[1] + 1, *shape[2:]) if sliced else shape
     inputs, weight = (torch.randn(*wide, bins) * 3.0).to(dtype), torch.randn(shape)
     ends = torch.tensor([0.0, 1e12, -1e12, float("inf"), *two_hot.bins[[0, 1, bins // 2 + 1, -2, -1]]])
@@ -262,10 +262,7 @@ def test_two_hot_loss(bins: int, shape: tuple[int, ...], count: int, sliced: boo
     results = []
     for device in ("cpu", "cuda"):
         two_hot, logits = two_hot.to(device), inputs.to(device, copy=True).requires_grad_()
-        with fast_path():
-            loss = two_hot.loss(
-                logits[:, :-1] if sliced else logits, *(t.to(device)[..., 1] for t in targets)
-            )
+        loss = two_hot.loss(logits[:, :-1] if sliced else logits, *(t.to(device)[..., 1] for t in targets))
         assert loss.shape == shape and loss.dtype == torch.float32
         # Two gradients of the loss: one that lies as the loss does, and one number for all.
         loss.backward(weight.to(device), retain_graph=True)
@@ -279,10 +276,10 @@ def test_two_hot_loss(bins: int, shape: tuple[int, ...], count: int, sliced: boo
 def test_two_hot_loss_of_what_is_no_number():
     two_hot, logits, nan = TwoHot().cuda(), torch.zeros(3, 255, device="cuda"), float("nan")
     logits[1, 4] = nan
-    with fast_path():
-        loss = two_hot.loss(logits, torch.tensor([nan, 1.0, 2.0], device="cuda"))
-        assert loss.isnan().tolist() == [True, True, False]
-        assert two_hot.mean(logits).isnan().tolist() == [False, True, False]
+    use_fast_path(True, two_hot)
+    loss = two_hot.loss(logits, torch.tensor([nan, 1.0, 2.0], device="cuda"))
+    assert loss.isnan().tolist() == [True, True, False]
+    assert two_hot.mean(logits).isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -340,8 +337,7 @@ def test_group_norm_of_half_precision():
 @pytest.mark.parametrize("classes", [1, 2, 512, 1000])
 def test_sample_logits(classes: int, dtype: torch.dtype):
     logits, noise = (torch.randn(3000, classes) * 3.0).to(dtype), torch.rand(3000, 2)
-    with fast_path():
-        found = sampling.sample_logits(logits.cuda(), noise.cuda()[:, 1]).cpu()
+    found = sampling.sample_logits(logits.cuda(), noise.cuda()[:, 1], fast=True).cpu()
     probs = torch.softmax(logits.double(), -1)
     after = probs.cumsum(-1).gather(1, found[:, None])[:, 0]
     before = after - probs.gather(1, found[:, None])[:, 0]

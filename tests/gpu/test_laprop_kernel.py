@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.fast_path import use_fast_path
 from rl_lab.components.nn.optim import LaProp
 
 pytestmark = pytest.mark.gpu
@@ -39,11 +39,11 @@ def set_gradients(parameters: list[nn.Parameter], step: int) -> torch.Tensor:
 def test_one_kernel_gives_the_numbers_of_many(agc: float):
     many, plain = make(agc)
     one, fused = make(agc)
+    use_fast_path(True, fused)
     for step in range(8):
-        for parameters, optimizer, on in ((many, plain, False), (one, fused, True)):
+        for parameters, optimizer in ((many, plain), (one, fused)):
             optimizer.found_inf = set_gradients(parameters, step)
-            with fast_path(on):
-                optimizer.step()
+            optimizer.step()
         torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
         for a, b in zip(one, many):
             torch.testing.assert_close(fused.state[a], plain.state[b], rtol=1e-5, atol=1e-6)
@@ -54,15 +54,15 @@ def test_a_loaded_state_is_used():
     """Loading gives the moments new addresses."""
     first, optimizer = make(0.3)
     second, other = make(0.3)
-    with fast_path():
-        optimizer.found_inf = set_gradients(first, 1)
-        optimizer.step()
-        other.found_inf = set_gradients(second, 2)
-        other.step()
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for a, b in zip(first, second):
-            b.data.copy_(a.data)
-        for parameters, chosen in ((first, optimizer), (second, other)):
-            chosen.found_inf = set_gradients(parameters, 3)
-            chosen.step()
+    use_fast_path(True, optimizer, other)
+    optimizer.found_inf = set_gradients(first, 1)
+    optimizer.step()
+    other.found_inf = set_gradients(second, 2)
+    other.step()
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for a, b in zip(first, second):
+        b.data.copy_(a.data)
+    for parameters, chosen in ((first, optimizer), (second, other)):
+        chosen.found_inf = set_gradients(parameters, 3)
+        chosen.step()
     torch.testing.assert_close(second, first, rtol=0.0, atol=0.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_lab.components.kernels import attention, residual_norm
-from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.fast_path import use_fast_path
 from rl_lab.components.nn.transformer import Transformer, seed_word, seeded_dropout
 from tests.gpu.kernel_case import EPS, HALF, agree, dtypes, on_gpu
 
@@ -18,8 +18,7 @@ def test_dropout():
     results = []
     for device in ("cpu", "cuda"):
         x = inputs.to(device, copy=True).requires_grad_()
-        with fast_path():
-            y = seeded_dropout(x, 0.3, seed.to(device))
+        y = seeded_dropout(x, 0.3, seed.to(device), fast=True)
         (y * weight.to(device)).sum().backward()
         results.append((y.detach(), x.grad))
     for expected, found in zip(*results, strict=True):
@@ -88,9 +87,9 @@ def test_cached_steps_of_a_transformer():
     model, x = Transformer(dim=256, layers=3, heads=4, length=40), torch.randn(5, 40, 256)
     whole = model(x)
     model, found = model.cuda(), []
-    with fast_path():
-        state = model.init_state(5)
-        for part in x.cuda().split([15, 2, *[1] * 15, 2, *[1] * 6], 1):
-            hidden, state = model.step(part, state)
-            found.append(hidden)
+    use_fast_path(True, model)
+    state = model.init_state(5)
+    for part in x.cuda().split([15, 2, *[1] * 15, 2, *[1] * 6], 1):
+        hidden, state = model.step(part, state)
+        found.append(hidden)
     agree(torch.cat(found, 1), whole, 1e-4)

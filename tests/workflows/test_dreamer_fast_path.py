@@ -9,9 +9,9 @@ from rl_lab.components.kernels.pool_norm_silu import fold, unfold
 from rl_lab.components.kernels.reverse_scan import reverse_scan
 from rl_lab.components.nn import conv as folded_conv
 from rl_lab.components.nn.conv import convolve, fold_weight, upsample_weight
-from rl_lab.components.nn.fast_path import fast, fast_path, resolve_fast_path
-from rl_lab.errors import ConfigError
+from rl_lab.components.nn.fast_path import use_fast_path
 from rl_lab.records import ActMode, ArraySpec, Spec
+from rl_lab.workflows.dreamer.report import training_rollouts
 from tests.workflows.dreamer_case import (
     CONTINUOUS,
     EARLY,
@@ -85,9 +85,7 @@ def test_fast_acting_and_imagination_equal_plain():
         action, state, _ = workflow.act(
             obs, workflow.initial_policy_state(2), torch.tensor([True, False]), mode
         )
-        dream = workflow.imagine(
-            horizon=4, batch=batch, decode=True, generator=torch.Generator().manual_seed(2)
-        )
+        dream = training_rollouts(workflow, batch, 4, torch.Generator().manual_seed(2))
         results.append((action, state["deter"], dream.action, dream.reward, dream.obs["image"] / 2.55e6))
     for plain, quick in zip(*results):
         assert torch.allclose(plain.float(), quick.float(), atol=1e-4)
@@ -109,10 +107,11 @@ def test_folding_is_exact_and_reversible():
 def test_wide_layers_are_not_folded(monkeypatch, limit: int):
     workflow = jittered(make_dreamer(image_spec(), training__fast_path="on"))
     obs = make_batch(workflow).obs
-    with fast_path():
-        folded = workflow.encoder(obs)
-        monkeypatch.setattr(folded_conv, "FOLD_UP_TO", limit)
-        assert torch.allclose(workflow.encoder(obs), folded, atol=1e-4)
+    assert workflow.encoder.parts[0].fast
+    folded = workflow.encoder(obs)
+    monkeypatch.setattr(folded_conv, "FOLD_UP_TO", limit)
+    assert torch.allclose(workflow.encoder(obs), folded, atol=1e-4)
+    use_fast_path(False, workflow.encoder)
     assert torch.allclose(workflow.encoder(obs), folded, atol=1e-4)
 
 
@@ -120,17 +119,3 @@ def test_reverse_recurrence_by_hand():
     base, gain = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.5, 2.0]])
     # y2 = 3 + 2·10 = 23, y1 = 2 + 0.5·23 = 13.5, y0 = 1 + 0.5·13.5 = 7.75
     assert reverse_scan(base, gain, torch.tensor([10.0])).tolist() == [[7.75, 13.5, 23.0]]
-
-
-def test_fast_path_setting():
-    assert not fast()
-    with fast_path():
-        assert fast()
-        with fast_path(False):
-            assert not fast()
-        assert fast()
-    assert not fast()
-    assert resolve_fast_path("on", "cpu") and not resolve_fast_path("auto", "cpu")
-    assert not resolve_fast_path(False, "cpu") and resolve_fast_path(True, "cpu")
-    with pytest.raises(ConfigError, match="auto, on, off"):
-        resolve_fast_path("maybe", "cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_lab.components.controllers.mpc_planner import repeat, trajectory_values
-from rl_lab.components.nn.fast_path import fast_path
+from rl_lab.components.nn.fast_path import use_fast_path
 from rl_lab.protocols import ObservationDecoder
 from rl_lab.records import ActMode
 from rl_lab.workflows.tdmpc.planning_model import LatentModel
@@ -66,8 +66,10 @@ def test_rollout_value_equals_trajectory_values(spec, changes, horizon, quick):
     n, samples, size = 3, 5, workflow.spec.action.size
     obs = observation(workflow, n)
     task = workflow._task(obs)
-    with torch.no_grad(), fast_path(quick):
-        parts = workflow.planning_parts.parts
+    parts = workflow.planning_parts.parts
+    layers = [workflow.encoder, workflow.critic, *parts.values()]
+    use_fast_path(quick, *layers)
+    with torch.no_grad():
         for parameter in (p for part in parts.values() for p in part.parameters()):
             parameter += 0.3 * torch.randn_like(parameter)
         model = LatentModel(
@@ -82,9 +84,10 @@ def test_rollout_value_equals_trajectory_values(spec, changes, horizon, quick):
             actions = torch.rand(n * samples, horizon, size) * 2.0 - 1.0
             weight, noise = torch.rand(n * samples, horizon + 1), torch.randn(n * samples, size)
             found = model.returns(latent, actions, weight, noise)
-            with fast_path(False):
-                start = repeat(latent, samples)
-                plain = trajectory_values(model, start, actions, weight=weight, value_noise=noise)
+            use_fast_path(False, *layers)
+            start = repeat(latent, samples)
+            plain = trajectory_values(model, start, actions, weight=weight, value_noise=noise)
+            use_fast_path(quick, *layers)
             assert plain.std() > 0.05 and torch.allclose(found, plain, rtol=1e-4, atol=1e-5)
 
 

@@ -237,6 +237,8 @@ class MPCPlanner:
     momentum:        weight of the previous mean
     """
 
+    fast = False  # elites in one kernel; see fast_path.py
+
     def __init__(
         self,
         *,
@@ -350,7 +352,7 @@ class MPCPlanner:
                     value_noise=value_noise,
                     horizon=horizon,
                 )
-            best, index = topk(values.view(n, self.samples), self.elites)
+            best, index = topk(values.view(n, self.samples), self.elites, fast=self.fast)
             chosen = index[..., None, None].expand(-1, -1, *actions.shape[2:])
             elites = actions.gather(1, chosen)  # (N, E, H, A)
             score = elite_weights(best, self.temperature)

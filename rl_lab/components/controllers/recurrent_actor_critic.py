@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from rl_lab.components.nn.actions import make_policy
-from rl_lab.components.nn.fast_path import fast
 from rl_lab.components.nn.losses import LossWithIntermediateLosses
 from rl_lab.components.nn.precision import autocast
 from rl_lab.components.nn.two_hot import make_regression
@@ -131,6 +130,8 @@ class RecurrentActorCritic(nn.Module):
 class PoolTrunk(nn.Module):
     """For each of `channels`: 3×3 convolution, 2×2 max-pooling, ReLU (IRIS)."""
 
+    fast = False  # adds the bias after pooling; see fast_path.py
+
     def __init__(self, spec: Spec, *, channels: Sequence[int] = (32, 32, 64, 64)) -> None:
         super().__init__()
         inputs, side = frame_shape(spec)
@@ -147,7 +148,7 @@ class PoolTrunk(nn.Module):
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """(M, C, H, W) -> (M, width)."""
         x = frames * 2.0 - 1.0
-        if not fast():
+        if not self.fast:
             return self.layers(x)
         for layer in self.layers:
             if isinstance(layer, nn.Conv2d):

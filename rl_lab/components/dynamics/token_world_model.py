@@ -97,6 +97,7 @@ class TokenWorldModel(nn.Module):
     weights:       of the losses tokens, reward and end
     """
 
+    fast = False  # outcome on a side stream, tokens sampled in one kernel; see fast_path.py
     extra: int  # positions of a block other than the frame's tokens
 
     def __init__(
@@ -241,11 +242,11 @@ class TokenWorldModel(nn.Module):
 
     def begin_outcome(self, at_action: torch.Tensor, noise: torch.Tensor) -> SideStream[Outcome]:
         """As `outcome`, on a side stream: the frame's tokens do not depend on it."""
-        return SideStream(self.outcome, at_action, noise, device=at_action.device)
+        return SideStream(self.outcome, at_action, noise, fast=self.fast, device=at_action.device)
 
     def draw_token(self, hidden: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """(B, dim), (B,) uniform -> sampled tokens (B,)."""
-        return sample_logits(self.token_head(hidden), noise)
+        return sample_logits(self.token_head(hidden), noise, fast=self.fast)
 
     def draw_tokens(
         self, hidden: torch.Tensor, state: State, noise: torch.Tensor

@@ -6,15 +6,15 @@ import torch
 
 from rl_lab.components.kernels.triton_jit import cdiv, jit, next_power_of_2, tl
 from rl_lab.components.nn.categorical import one_hot, sample_index, unimix_probs
-from rl_lab.components.nn.fast_path import fast, fast_without_gradient
+from rl_lab.components.nn.fast_path import kernel_without_gradient
 
 MAX_CLASSES = 8192  # classes that a program of `sample_logits` holds
 ACTION_BLOCK = 256  # elements of a program
 
 
-def sample_logits(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def sample_logits(logits: torch.Tensor, noise: torch.Tensor, *, fast: bool) -> torch.Tensor:
     """logits: (B, C), noise: (B,) uniform in [0, 1) -> (B,) int64; `categorical.sample_index` of their softmax."""
-    if logits.is_cuda and fast() and logits.shape[1] <= MAX_CLASSES:
+    if fast and logits.is_cuda and logits.shape[1] <= MAX_CLASSES:
         return _sample_logits_cuda(logits.contiguous(), noise)
     return sample_index(torch.softmax(logits.float(), -1), noise)
 
@@ -168,9 +168,11 @@ def sample_normal(
     min_std: float,
     max_std: float,
     temperature: float,
+    *,
+    fast: bool,
 ) -> torch.Tensor:
     """Actions (…, d) float32."""
-    if fast_without_gradient(raw):
+    if fast and kernel_without_gradient(raw):
         return _sample_normal_cuda(raw, noise, min_std, max_std, temperature)
     mean, std = bounded_normal(raw, min_std, max_std)
     return mean + std * temperature * noise
@@ -182,9 +184,9 @@ def bounded_normal(raw: torch.Tensor, min_std: float, max_std: float) -> tuple[t
     return torch.tanh(mean), (max_std - min_std) * torch.sigmoid(std + 2.0) + min_std
 
 
-def limit_action(action: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def limit_action(action: torch.Tensor, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
     """Actions (…, d) limited to [-1, 1], as the dynamics read them in imagination; no gradient through the limit."""
-    if fast_without_gradient(action):
+    if fast and kernel_without_gradient(action):
         return _limit_action_cuda(action, dtype)
     return (action / action.detach().abs().clamp(min=1.0)).to(dtype)
 

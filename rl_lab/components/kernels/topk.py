@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 from rl_lab.components.kernels.triton_jit import cdiv, jit, next_power_of_2, tl
-from rl_lab.components.nn.fast_path import fast
 
 MAX_LENGTH = 2048  # every value is compared with every other one of its row
 ROWS = 32  # values that a program finds the rank of
 
 
-def topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def topk(values: torch.Tensor, count: int, *, fast: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Values (N, S), none of them NaN -> the greatest (N, count), in descending order, and their indices, int64."""
-    if values.is_cuda and fast() and values.shape[1] <= MAX_LENGTH:
+    if fast and values.is_cuda and values.shape[1] <= MAX_LENGTH:
         return _topk_cuda(values.contiguous(), count)
     return torch.topk(values, count, dim=1)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_lab.components.kernels.triton_jit import cdiv, jit, next_power_of_2, tl
-from rl_lab.components.nn.fast_path import fast_without_gradient
+from rl_lab.components.nn.fast_path import kernel_without_gradient
 from rl_lab.components.nn.symlog import symexp
 
 RETURN_ROWS = 4  # sequences of a program of `two_hot_return`
@@ -205,13 +205,13 @@ def _two_hot_loss_backward_cuda(grad: torch.Tensor, logits: torch.Tensor, saved:
     return out
 
 
-def two_hot_mean(logits: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+def two_hot_mean(logits: torch.Tensor, positive: torch.Tensor, *, fast: bool) -> torch.Tensor:
     """The mean of two-hot logits. logits: (…, 2 P + 1), positive: (P,) the bins above 0, mirrored below it -> (…) float32.
 
     Each pair ±b is subtracted before anything is summed, so that equal logits give exactly 0: a plain sum would
     leave rounding error of the largest bins (4.9e8) in the result.
     """
-    if fast_without_gradient(logits):
+    if fast and kernel_without_gradient(logits):
         return _two_hot_mean_cuda(logits, positive)
     probs = torch.softmax(logits.float(), -1)
     half = len(positive)

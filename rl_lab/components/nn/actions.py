@@ -18,7 +18,7 @@ from rl_lab.components.nn.categorical import sample_index, unimix_probs
 from rl_lab.records import ActionSpec
 
 
-class CategoricalPolicy:
+class CategoricalPolicy(nn.Module):
     """One or several independent categorical variables. `unimix` is the weight of the uniform distribution.
 
     DreamerV3's published code sets unimix 0.01 here, but the current version ignores it (danijar/dreamerv3 @
@@ -28,6 +28,7 @@ class CategoricalPolicy:
     noise_kind: Literal["uniform", "normal"] = "uniform"
 
     def __init__(self, action: ActionSpec, *, unimix: float = 0.0) -> None:
+        super().__init__()
         self.choices = action.choices
         self.single = action.kind == "discrete"  # stored as (…), not (…, 1)
         self.unimix = unimix
@@ -73,15 +74,17 @@ class CategoricalPolicy:
         return self._join([(u * count).long().clamp(max=count - 1) for u, count in draws])
 
 
-class NormalPolicy:
+class NormalPolicy(nn.Module):
     """Independent normals with mean tanh(raw) and bounded standard deviation; samples are not squashed.
 
     The environment clips them to [-1, 1]. DreamerV3 (danijar/dreamerv3 heads.py, `bounded_normal`).
     """
 
+    fast = False  # samples in one kernel; see fast_path.py
     noise_kind: Literal["uniform", "normal"] = "normal"
 
     def __init__(self, action: ActionSpec, *, min_std: float = 0.1, max_std: float = 1.0) -> None:
+        super().__init__()
         self.width = 2 * action.size
         self.noise_shape = (action.size,)
         self.min_std = min_std
@@ -92,7 +95,7 @@ class NormalPolicy:
 
     def sample(self, raw: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """noise: (…, d) standard normal -> (…, d) float32."""
-        return sample_normal(raw, noise, self.min_std, self.max_std, temperature)
+        return sample_normal(raw, noise, self.min_std, self.max_std, temperature, fast=self.fast)
 
     def mode(self, raw: torch.Tensor) -> torch.Tensor:
         return self._mean_std(raw)[0]
@@ -123,6 +126,7 @@ def make_policy(action: ActionSpec, *, unimix: float = 0.0) -> CategoricalPolicy
 class ActionEncoder(nn.Module):
     """Concatenated one-hot vectors of discrete actions; continuous actions limited to [-1, 1]."""
 
+    fast = False  # limits in one kernel; see fast_path.py
     variable: torch.Tensor
     choice: torch.Tensor
 
@@ -142,7 +146,7 @@ class ActionEncoder(nn.Module):
     def forward(self, action: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """action: (…), (…, k) integers or (…, d) floats, as stored -> (…, size) of `dtype`."""
         if self.kind == "continuous":
-            return limit_action(action, dtype)
+            return limit_action(action, dtype, fast=self.fast)
         if self.kind == "discrete":
             return (action.unsqueeze(-1) == self.choice).to(dtype)
         return (action[..., self.variable] == self.choice).to(dtype)

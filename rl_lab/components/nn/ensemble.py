@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_lab.components.kernels.norm_activate import FUSED, fused_norm_activate
-from rl_lab.components.nn.fast_path import fast
 from rl_lab.components.nn.normed_mlp import EPS, activate, initialise, pad_to, padding, parse_layer
 
 # For each layer: input0, input1, …, bias, and scale, shift if the layer has a norm.
@@ -17,10 +16,16 @@ Weights = list[dict[str, torch.Tensor]]
 
 
 def norm_activate_stacked(
-    x: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor, shift: torch.Tensor, activation: str
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    activation: str,
+    *,
+    fast: bool,
 ) -> torch.Tensor:
     """As `norm_activate`, with one norm per member: x (E, rows, F), bias, scale and shift (E, 1, F)."""
-    if fast() and activation in FUSED:
+    if fast and activation in FUSED:
         start = None if bias is None else bias.squeeze(1)
         out = None if torch.is_grad_enabled() else x
         return fused_norm_activate(
@@ -32,6 +37,8 @@ def norm_activate_stacked(
 
 class EnsembleMLP(nn.Module):
     """`members` independent MLPs; with `zero` the last layer's weights start at zero."""
+
+    fast = False  # norm and activation in one kernel; see fast_path.py
 
     def __init__(
         self,
@@ -123,7 +130,8 @@ class EnsembleMLP(nn.Module):
                 y, bias = (y + layer["bias"]) * ((dropout >= rate) * (1.0 / (1.0 - rate))), None
             has_norm, activation = parse_layer(kind)
             if has_norm:
-                y = norm_activate_stacked(y, bias, layer["scale"], layer["shift"], activation)
+                norm = layer["scale"], layer["shift"]
+                y = norm_activate_stacked(y, bias, *norm, activation, fast=self.fast)
             else:
                 y = activate(y if bias is None else y + bias, activation, 1)
             x = [y]

@@ -1,8 +1,8 @@
 """The fast path of networks: fused kernels, compiled pointwise functions, side streams.
 
-The plain modules are the specification; tests compare the fast implementations with them. A workflow enables
-the fast path around the code that it speeds up. Fused operations are Triton kernels on CUDA and plain torch
-code elsewhere.
+A layer with two implementations has an attribute `fast`, False at first: its plain form is the specification, and
+tests compare the fast one with it. `use_fast_path` sets it, once, when a workflow binds its parts; so
+`workflow.rssm.fast` says which form runs. Fused operations are Triton kernels on CUDA and plain torch code elsewhere.
 """
 
 from __future__ import annotations
@@ -15,33 +15,25 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
 from rl_lab.errors import ConfigError
 
 CHOICES = ("auto", "on", "off")
-_state = threading.local()  # of `fast_path`
 _compiling = threading.local()  # of `compiling`
 
 
-def fast() -> bool:
-    """Whether the fast path is enabled in this thread."""
-    return getattr(_state, "on", False)
+def use_fast_path(on: bool, *parts: Any) -> None:
+    """Choose the fast or the plain form of every layer of these parts: modules, optimizers, planners."""
+    for part in parts:
+        for layer in part.modules() if isinstance(part, nn.Module) else [part]:
+            if isinstance(getattr(layer, "fast", None), bool):
+                layer.fast = on
 
 
-def fast_without_gradient(x: torch.Tensor) -> bool:
-    """Whether a kernel without a backward pass may be used for x."""
-    return x.is_cuda and fast() and not (x.requires_grad and torch.is_grad_enabled())
-
-
-@contextlib.contextmanager
-def fast_path(on: bool = True) -> Iterator[None]:
-    """Enable (or disable) the fast path inside the block."""
-    before = fast()
-    _state.on = on
-    try:
-        yield
-    finally:
-        _state.on = before
+def kernel_without_gradient(x: torch.Tensor) -> bool:
+    """Whether a kernel without a backward pass can compute with x."""
+    return x.is_cuda and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def resolve_fast_path(choice: str | bool, device: torch.device | str) -> bool:
@@ -109,17 +101,19 @@ class SideStream(Generic[T]):
     """Runs work(*inputs) on a side stream, concurrently with the current stream; `join` returns the result.
 
     Work on one stream runs in order. Each result must be joined; gradients may flow through it only in later
-    work on the same stream. On the CPU, and when the fast path is off, the work runs immediately.
+    work on the same stream. On the CPU, and if not `fast`, the work runs immediately.
 
     A CUDA graph can capture it. `record_stream` is not needed, because the same stream starts and joins the
     work: its inputs are held until it is joined, and the side stream reuses its memory only after the next
     start, which waits for the current stream.
     """
 
-    def __init__(self, work: Callable[..., T], *inputs: Any, device: torch.device, stream: int = 0) -> None:
+    def __init__(
+        self, work: Callable[..., T], *inputs: Any, fast: bool, device: torch.device, stream: int = 0
+    ) -> None:
         self._inputs = inputs
         self._stream: Any = None
-        if device.type != "cuda" or not fast():
+        if device.type != "cuda" or not fast:
             self._result = work(*inputs)
             return
         self._device = device

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_lab.components.kernels.norm_silu import norm_silu, norm_silu_forward, norm_silu_input_gradient
-from rl_lab.components.nn.fast_path import fast
 from rl_lab.errors import ConfigError
 
 # A standard normal truncated at ±2 has standard deviation 0.8796; this factor scales it to 1.
@@ -87,6 +86,8 @@ class MLP(nn.Module):
                0.4. (In the original, XLA removes such a rounding, because a cast to float32 follows.)
     """
 
+    fast = False  # norm and SiLU in one kernel; see fast_path.py
+
     def __init__(
         self,
         inputs: int,
@@ -108,7 +109,7 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, inputs) -> (…, outputs), or (…, units) without `outputs`."""
         for linear, norm in zip(self.linears, self.norms):
-            if fast():
+            if self.fast:
                 # The norm adds the bias: its backward pass computes both gradients together.
                 x = norm_silu(F.linear(x, linear.weight), norm.weight, norm.eps, linear.bias)
             else:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_lab.components.kernels.norm_activate import FUSED, fused_norm_activate
-from rl_lab.components.nn.fast_path import compiled_pointwise, fast
+from rl_lab.components.nn.fast_path import compiled_pointwise
 from rl_lab.errors import ConfigError, closest
 
 GROUP = 8  # nicklashansen/tdmpc2 config.yaml: simnorm_dim
@@ -61,12 +61,14 @@ def norm_activate(
     activation: str,
     group: int,
     out: torch.Tensor | None = None,
+    *,
+    fast: bool,
 ) -> torch.Tensor:
     """LayerNorm over the last axis, then the activation: x (rows, F), weight and bias (F,) -> (rows, F).
 
     x is overwritten if gradients are disabled: this halves the memory traffic.
     """
-    if fast() and activation in FUSED:
+    if fast and activation in FUSED:
         out = x if out is None and not torch.is_grad_enabled() else out
         alone = x.unsqueeze(0), None, weight.unsqueeze(0), bias.unsqueeze(0)
         where = None if out is None else out.unsqueeze(0)
@@ -116,6 +118,7 @@ class Layer(nn.Module):
     There is one weight per input: nothing is concatenated, and the widths stay aligned for tensor cores.
     """
 
+    fast = False  # norm and activation in one kernel; see fast_path.py
     weight0: torch.Tensor
 
     def __init__(
@@ -171,7 +174,8 @@ class Layer(nn.Module):
     def finish(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Norm and activation of the product x (rows, outputs), which may be overwritten."""
         if self.norm is not None:
-            return norm_activate(x, self.norm.weight, self.norm.bias, self.activation, self.group, out)
+            norm = self.norm.weight, self.norm.bias
+            return norm_activate(x, *norm, self.activation, self.group, out, fast=self.fast)
         x = activate(x, self.activation, self.group)
         return x if out is None else out.copy_(x)
 
@@ -179,7 +183,7 @@ class Layer(nn.Module):
         self, x: torch.Tensor, bias: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As `finish`, with one bias per group: x (G, rows, outputs), bias (G, outputs). No gradients."""
-        if self.norm is not None and fast() and self.activation in FUSED:
+        if self.norm is not None and self.fast and self.activation in FUSED:
             norm = self.norm.weight.unsqueeze(0), self.norm.bias.unsqueeze(0)
             out = x if out is None and not torch.is_grad_enabled() else out
             return fused_norm_activate(x, bias, *norm, EPS, self.activation, self.group, out)

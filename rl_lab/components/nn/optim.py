@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from rl_lab.components.kernels.triton_jit import cdiv, jit, tl
-from rl_lab.components.nn.fast_path import fast
 
 CHUNK = 2048  # elements of one parameter that a program updates
 
@@ -30,6 +29,7 @@ class LaProp(torch.optim.Optimizer):
                neither parameters nor state
     """
 
+    fast = False  # one kernel for all parameters; see fast_path.py
     found_inf: torch.Tensor | None = None
 
     def __init__(
@@ -93,7 +93,7 @@ class LaProp(torch.optim.Optimizer):
         scale1 = rate / -torch.expm1(count * math.log(beta1))
         scale2 = (-torch.expm1(count * math.log(beta2))).rsqrt()
 
-        fused = self._fused_update(params, square, momentum) if fast() and active.is_cuda else None
+        fused = self._fused_update(params, square, momentum) if self.fast and active.is_cuda else None
         if fused is not None:
             fused(grads, torch.stack([ratios, scale1, scale2]), active, group["betas"], group["eps"])
             return

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from rl_lab.components.kernels.add_bias import add_bias
 from rl_lab.components.kernels.group_norm_silu import fused_group_norm, supports
 from rl_lab.components.kernels.upsample2x import upsample2x
-from rl_lab.components.nn.fast_path import fast
 
 # An image batch (M, C, H, W), and a bias (C,) that is still to be added to it.
 Pending = tuple[torch.Tensor, torch.Tensor | None]
@@ -39,6 +38,8 @@ class ImageNorm(nn.GroupNorm):
     32 groups, or the greatest common divisor with the channels: only small networks have fewer.
     """
 
+    fast = False  # see fast_path.py
+
     def __init__(self, channels: int, *, eps: float = 1e-5, silu: bool = True) -> None:
         super().__init__(math.gcd(32, channels), channels, eps=eps)
         self.silu = silu
@@ -51,7 +52,7 @@ class ImageNorm(nn.GroupNorm):
         self, x: torch.Tensor, pre: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The result, and x for the residual connection, so that one kernel computes x's gradient."""
-        if fast() and supports(self.num_channels, self.num_groups):
+        if self.fast and supports(self.num_channels, self.num_groups):
             return fused_group_norm(x, self.weight, self.bias, self.num_groups, self.eps, self.silu, pre)
         normed = super().forward(x if pre is None else x + pre[:, None, None])
         return F.silu(normed) if self.silu else normed, x
@@ -59,6 +60,8 @@ class ImageNorm(nn.GroupNorm):
 
 class ResidualConv(nn.Module):
     """x + twice (norm, SiLU, 3×3 convolution)(x); a 1×1 convolution of x where the width changes."""
+
+    fast = False  # see fast_path.py
 
     def __init__(self, inputs: int, outputs: int, *, eps: float = 1e-5) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ class ResidualConv(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, inputs, H, W) -> (M, outputs, H, W)."""
-        if fast():
+        if self.fast:
             return self.forward_deferred(x, None, False)[0]
         return self.skip(x) + self.conv2(self.norm2(self.conv1(self.norm1(x))))
 
@@ -94,6 +97,8 @@ class ResidualConv(nn.Module):
 class ImageAttention(nn.Module):
     """x + single-head attention between all pixels of x."""
 
+    fast = False  # see fast_path.py
+
     def __init__(self, channels: int, *, eps: float = 1e-5) -> None:
         super().__init__()
         self.norm = ImageNorm(channels, eps=eps, silu=False)
@@ -101,7 +106,7 @@ class ImageAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(M, C, H, W) -> the same shape."""
-        if fast():
+        if self.fast:
             return self.forward_deferred(x, None, False)[0]
         normed = self.norm(x)
         q, k, v = (
@@ -146,13 +151,15 @@ class Downsample(nn.Module):
 class Upsample(nn.Module):
     """Nearest-neighbour 2× upsampling, then a 3×3 convolution."""
 
+    fast = False  # see fast_path.py
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # F.interpolate casts a bfloat16 image to float32.
-        larger = upsample2x(x) if fast() else F.interpolate(x, scale_factor=2.0, mode="nearest")
+        larger = upsample2x(x) if self.fast else F.interpolate(x, scale_factor=2.0, mode="nearest")
         return self.conv(larger)
 
     def without_bias(self, x: torch.Tensor) -> Pending:
@@ -162,12 +169,14 @@ class Upsample(nn.Module):
 class ImageSequential(nn.Sequential):
     """A Sequential that, on the fast path, adds biases in the next layer that accepts one."""
 
+    fast = False  # see fast_path.py
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x, False)[0] if fast() else super().forward(x)
+        return self._run(x, False)[0] if self.fast else super().forward(x)
 
     def pending(self, x: torch.Tensor) -> Pending:
         """The result and its deferred bias, for a norm that follows."""
-        return self._run(x, True) if fast() else (super().forward(x), None)
+        return self._run(x, True) if self.fast else (super().forward(x), None)
 
     def _run(self, x: torch.Tensor, norm_follows: bool) -> Pending:
         layers = list(_flat(self))

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from rl_lab.components.kernels.attention import cached_attention, causal_attention
 from rl_lab.components.kernels.dropout import SeededDropout, hashed_uniform, kept
 from rl_lab.components.kernels.residual_norm import residual_norm, residual_norm_forward
-from rl_lab.components.nn.fast_path import fast
 from rl_lab.components.nn.precision import product_dtype
 from rl_lab.errors import ConfigError
 
@@ -87,11 +86,13 @@ def seeded_uniform(shape: tuple[int, ...], seed: torch.Tensor) -> torch.Tensor:
     return hashed_uniform(shape, seed_word(seed))
 
 
-def seeded_dropout(x: torch.Tensor, rate: float, seed: torch.Tensor | None) -> torch.Tensor:
+def seeded_dropout(
+    x: torch.Tensor, rate: float, seed: torch.Tensor | None, *, fast: bool = False
+) -> torch.Tensor:
     """Dropout of x with probability `rate`; x itself without a seed or if the rate is 0."""
     if seed is None or rate == 0.0:
         return x
-    if fast() and x.is_cuda:
+    if fast and x.is_cuda:
         result: torch.Tensor = SeededDropout.apply(x, rate, seed_word(seed))
         return result
     return x * kept(tuple(x.shape), rate, seed_word(seed)).to(x.dtype)
@@ -219,6 +220,8 @@ class Transformer(nn.Module):
     dropout: of embeddings, attention and block outputs; only if seeds are passed
     """
 
+    fast = False  # fused training step, merged weights in rollouts; see fast_path.py
+
     def __init__(self, *, dim: int, layers: int, heads: int, length: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.dim, self.heads, self.length, self.rate = dim, heads, length, dropout
@@ -230,8 +233,8 @@ class Transformer(nn.Module):
     def forward(self, x: torch.Tensor, seeds: torch.Tensor | None = None) -> torch.Tensor:
         """x: (B, T, dim) -> (B, T, dim). seeds: (self.seeds,) uniform, for dropout; None: no dropout."""
         use = seeds if self.seeds else None
-        x = seeded_dropout(x, self.rate, None if use is None else use[0])
-        if fast() and len(self.blocks):
+        x = seeded_dropout(x, self.rate, None if use is None else use[0], fast=self.fast)
+        if self.fast and len(self.blocks):
             return self._fast_forward(x, None if use is None else seed_word(use))
         for n, block in enumerate(self.blocks):
             begin = 1 + SEEDS_PER_BLOCK * n
@@ -259,7 +262,7 @@ class Transformer(nn.Module):
         shape = (size, len(self.blocks), self.heads, self.length, self.dim // self.heads)
         dtype = product_dtype(device)
         keys = torch.zeros(shape, dtype=dtype, device=device)
-        if fast() and not torch.is_grad_enabled():
+        if self.fast and not torch.is_grad_enabled():
             setattr(keys, FROZEN, FrozenBlocks(self.blocks, self.norm, dtype))
         return {
             "keys": keys,
@@ -274,7 +277,7 @@ class Transformer(nn.Module):
         last position.
         """
         filled, after = state["filled"], {**state, "filled": state["filled"] + x.shape[1]}
-        frozen = getattr(state["keys"], FROZEN, None) if fast() and not torch.is_grad_enabled() else None
+        frozen = getattr(state["keys"], FROZEN, None) if self.fast and not torch.is_grad_enabled() else None
         if frozen is not None and x.shape[1] <= MOST_TOKENS:
             return frozen.step(x, state["keys"], state["values"], filled), after
         place = filled[:, None] + torch.arange(x.shape[1], device=x.device)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rl_lab.components.kernels.two_hot import two_hot_cross_entropy, two_hot_encode, two_hot_mean
-from rl_lab.components.nn.fast_path import compiled_pointwise, fast
+from rl_lab.components.nn.fast_path import compiled_pointwise
 from rl_lab.components.nn.symlog import symexp, symlog
 from rl_lab.errors import ConfigError, require_choice
 
@@ -27,6 +27,7 @@ class TwoHot(nn.Module):
            `positive` and `bins` are in that space.
     """
 
+    fast = False  # loss and mean in one kernel each; see fast_path.py
     positive: torch.Tensor
     bins: torch.Tensor
 
@@ -55,7 +56,7 @@ class TwoHot(nn.Module):
 
     def mean(self, logits: torch.Tensor) -> torch.Tensor:
         """Expected value: (…, bins) -> (…), exactly 0 for equal logits."""
-        mean = two_hot_mean(logits, self.positive)
+        mean = two_hot_mean(logits, self.positive, fast=self.fast)
         return symexp(mean) if self.in_symlog else mean
 
     def loss(
@@ -63,7 +64,7 @@ class TwoHot(nn.Module):
     ) -> torch.Tensor:
         """Cross entropy to the target, plus that to a second target: logits (…, bins), targets (…) -> (…)."""
         needs_gradient = target.requires_grad or (second is not None and second.requires_grad)
-        if fast() and not needs_gradient:  # the fused loss has no gradient for targets
+        if self.fast and not needs_gradient:  # the fused loss has no gradient for targets
             second = None if second is None else self._in_space(second)
             return two_hot_cross_entropy(logits, self.bins, self._in_space(target), second)
         log_probs = torch.log_softmax(logits.float(), -1)

@@ -10,7 +10,6 @@ from torch import nn
 
 from rl_lab.components.kernels.norm_silu import norm_silu
 from rl_lab.components.nn.conv import Conv, ConvUp, decode_folded, norm_act, upsample
-from rl_lab.components.nn.fast_path import fast
 from rl_lab.components.nn.mlp import MLP, BlockLinear, Linear, RMSNorm
 from rl_lab.components.nn.symlog import symexp, symlog
 from rl_lab.components.representation_learners.encoders import (
@@ -29,6 +28,8 @@ State = Mapping[str, torch.Tensor]
 
 class ImageDecoder(nn.Module):
     """A small feature map from the latent state, then four upsampling stages to pixels in [0, 1]."""
+
+    fast = False  # convolutions of folded images; see fast_path.py
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class ImageDecoder(nn.Module):
         grouped = self.from_deter(deter.unflatten(-1, (self.blocks, -1)))
         seed = grouped.unflatten(-1, (h, w, -1)).permute(0, 2, 3, 1, 4).flatten(-2)
         seed = seed + self.from_stoch(stoch).unflatten(-1, (h, w, -1))
-        if fast():
+        if self.fast:
             x = norm_silu(seed, self.norm.weight, self.norm.eps)
             raw = decode_folded(list(self.ups), self.out, x).permute(0, 3, 1, 2)
         else:

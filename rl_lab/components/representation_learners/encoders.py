@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from rl_lab.components.nn.conv import ConvDown, encode_folded
-from rl_lab.components.nn.fast_path import fast
 from rl_lab.components.nn.mlp import MLP
 from rl_lab.components.nn.symlog import symlog
 from rl_lab.errors import ConfigError, reject_unknown
@@ -118,6 +117,8 @@ class ImageEncoder(nn.Module):
     uint8 images with sides divisible by 16, square or not; several images are stacked by channel.
     """
 
+    fast = False  # convolutions of folded images; see fast_path.py
+
     def __init__(self, *, spec: Spec, depth: int, stages: Sequence[int] = STAGES) -> None:
         super().__init__()
         self.keys = image_keys(spec)
@@ -131,7 +132,7 @@ class ImageEncoder(nn.Module):
         image = join_images(obs, self.keys)
         batch = image.shape[:-3]
         x = image.flatten(0, -4) if len(batch) else image.unsqueeze(0)
-        if fast():
+        if self.fast:
             return encode_folded(list(self.blocks), x).reshape(*batch, self.embed_dim)
         x = (x.float() / 255.0 - 0.5).contiguous(memory_format=torch.channels_last)
         for block in self.blocks:

@@ -16,7 +16,6 @@ from torch import nn
 
 from rl_lab.components.nn.actions import ActionEncoder
 from rl_lab.components.nn.categorical import straight_through, unimix_probs
-from rl_lab.components.nn.fast_path import fast
 from rl_lab.components.nn.mlp import MLP, BlockLinear, Linear, RMSNorm
 from rl_lab.components.representation_learners.encoders import dict_embed_dim
 from rl_lab.components.representation_learners.rssm_fast import scan_posterior
@@ -59,6 +58,8 @@ class RSSM(nn.Module):
     embed_dim:     width of the encoder's output; None: that of a DictEncoder with `units`, `depth` and `keys`
     action_layers: normed layers of the action embedding; 0: the encoded action is the input of the recurrence
     """
+
+    fast = False  # fused scan over a sequence (rssm_fast.py); see fast_path.py
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class RSSM(nn.Module):
         actions = self.action_in(self.action_encoder(action) * keep)
         from_deter, from_embed = self.posterior_in.weight.split([self.deter, self.embed_dim], 1)
         embeds = F.linear(embed, from_embed, self.posterior_in.bias)
-        if fast():
+        if self.fast:
             deter, stoch, prob = scan_posterior(self, state, keep.squeeze(-1), actions, embeds, noise)
             return {"deter": deter, "stoch": stoch}, prob.log()
         from_deter = from_deter.t()

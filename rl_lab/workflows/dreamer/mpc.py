@@ -83,6 +83,7 @@ class DreamerMPCWorkflow(DreamerWorkflow):
             discount=self.settings.discount,
             device=self.device,
         )
+        self.planning_model.action_encoder.fast = self.fast
 
     def initial_policy_state(self, num_envs: int) -> PolicyState:
         return {

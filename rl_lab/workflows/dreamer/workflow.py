@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from rl_lab.components.nn.categorical import one_hot
-from rl_lab.components.nn.fast_path import SideStream, fast, fast_path, resolve_fast_path
+from rl_lab.components.nn.fast_path import SideStream
 from rl_lab.components.nn.losses import reward_share
 from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
 from rl_lab.components.nn.training_step import (
@@ -76,7 +77,7 @@ class DreamerActing(WorldModelWorkflow):
         self.settings = DreamerSettings.from_config(context.config.algorithm)
         training = context.config.training
         self.precision = resolve_precision(str(training.precision), self.device)
-        self.fast = resolve_fast_path(training.get("fast_path", "auto"), self.device)
+        self.fast = context.use_fast_path()
         self.encoder = context.component("encoder", "forward")
         self.rssm = context.component(
             "rssm", "observe", "observe_sequence", "imagine_step", "prior", "feature"
@@ -96,8 +97,8 @@ class DreamerActing(WorldModelWorkflow):
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Run networks in the configured precision, with or without the fast path."""
-        with autocast(self.precision, self.device), fast_path(self.fast):
+        """Run networks in the configured precision."""
+        with autocast(self.precision, self.device):
             yield
 
     def infer(self, batch: Batch, noise: torch.Tensor) -> tuple[State, torch.Tensor]:
@@ -123,9 +124,9 @@ class DreamerActing(WorldModelWorkflow):
 
         If gradients are enabled, they flow from states to the previous actions and from these to the actor.
         """
-        if fast() and torch.is_grad_enabled():
+        if self.fast and torch.is_grad_enabled():
             return imagine_with_gradient(self.rssm, self.actor, state, prior_noise, action_noise)
-        if fast():
+        if self.fast:
             policy = self.actor.frozen(product_dtype(self.device))
             return imagine(FrozenDynamics(self.rssm), policy, state, prior_noise, action_noise)
         features, actions = [self.rssm.feature(state)], []
@@ -285,15 +286,16 @@ class DreamerWorkflow(DreamerActing):
         }
 
     def _fused_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        side_stream = partial(SideStream, fast=self.fast, device=self.device)
         with self.autocast():
             states, posterior = self.infer(batch, noise["posterior"])
             feature = self.rssm.feature(states)
             # Imagination runs on a side stream during the decoder losses; actor and critic gradients overlap
             # the RSSM's backward pass, which is too small to fill the GPU.
-            imagination = SideStream(self._imagine_rollouts, states, noise, device=self.device)
+            imagination = side_stream(self._imagine_rollouts, states, noise)
             losses, metrics = self._world_model_losses(batch, states, posterior, feature)
             rollouts = imagination.join()
-            actor_critic = SideStream(self._actor_critic_gradients, rollouts, scalars, device=self.device)
+            actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars)
             losses["replay_value"] = self._replay_value_loss(batch, feature, rollouts.returns)
         return self._finish(losses, scalars, metrics, batch, states, actor_critic=actor_critic)
 
@@ -304,13 +306,14 @@ class DreamerWorkflow(DreamerActing):
         return self._finish(losses, scalars, metrics, batch, states)
 
     def _controller_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        side_stream = partial(SideStream, fast=self.fast, device=self.device)
         with self.autocast():
             with torch.no_grad():
                 states, _ = self.infer(batch, noise["posterior"])
                 feature = self.rssm.feature(states)
             # Same stream for both: a rollout must be backpropagated on the stream that produced it.
-            rollouts = SideStream(self._imagine_rollouts, states, noise, device=self.device).join()
-            actor_critic = SideStream(self._actor_critic_gradients, rollouts, scalars, device=self.device)
+            rollouts = side_stream(self._imagine_rollouts, states, noise).join()
+            actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars)
             losses = {"replay_value": self._replay_value_loss(batch, feature, rollouts.returns)}
         return self._finish(losses, scalars, {}, batch, None, actor_critic=actor_critic)
 
@@ -400,17 +403,16 @@ class DreamerWorkflow(DreamerActing):
         *,
         actor_critic: SideStream[ActorCriticGradients] | None = None,
     ) -> UpdateResult:
-        with fast_path(self.fast):
-            step_metrics, masked = optimizer_step(
-                self._total(losses),
-                self.optimizers,
-                self.parts,
-                guard=self.guard,
-                learning_rate_scale=scalars["learning_rate_scale"],
-                max_grad_norm=self.settings.max_grad_norm or None,
-                average_gradients=self.average_gradients,
-                extra_gradients=None if actor_critic is None else lambda: actor_critic.join().gradients,
-            )
+        step_metrics, masked = optimizer_step(
+            self._total(losses),
+            self.optimizers,
+            self.parts,
+            guard=self.guard,
+            learning_rate_scale=scalars["learning_rate_scale"],
+            max_grad_norm=self.settings.max_grad_norm or None,
+            average_gradients=self.average_gradients,
+            extra_gradients=None if actor_critic is None else lambda: actor_critic.join().gradients,
+        )
         if actor_critic is not None:
             losses = {**losses, **actor_critic.join().losses}
             metrics = {**metrics, **actor_critic.join().metrics}

@@ -32,6 +32,7 @@ class ImaginedPolicyLoss:
     entropy: float
     mask_ended: bool
     autocast: Callable[[], AbstractContextManager[object]]
+    fast: bool = False  # side streams, as the fast path of the parts
 
     def __call__(
         self,
@@ -61,6 +62,7 @@ class ImaginedPolicyLoss:
                 model_noise=model_noise,
                 autocast=self.autocast,
                 start=view[:, -1],
+                fast=self.fast,
             )
         # Trajectories that start from a terminal or padded row are masked.
         valid = (real[:, -1] & ~batch.terminated[:, -1]).unsqueeze(1).expand(imagined.alive.shape)
@@ -157,6 +159,7 @@ def imagine(
     model_noise: torch.Tensor,  # (B, H - 1, world_model.step_noise) uniform
     autocast: Callable[[], AbstractContextManager[object]],
     start: torch.Tensor | None = None,  # (B, C, H, W) the last frame as the policy sees it
+    fast: bool = False,
 ) -> ImaginedTrajectories:
     """Imagine H frames with the policy's actions, without gradient.
 
@@ -171,7 +174,7 @@ def imagine(
         state = world_model.begin(tokenizer, frames, action, start)
         imagined_frames, actions, rewards, ends = [state["frame"]], [], [zeros], [zeros.bool()]
         pending: SideStream[dict[str, torch.Tensor]] | None = None
-        features = _start_frame_features(tokenizer, imagined_frames[-1])
+        features = _start_frame_features(tokenizer, imagined_frames[-1], fast)
         for t in range(horizon):
             with torch.autocast(frames.device.type, enabled=False):
                 memory = actor_critic.observe(imagined_frames[-1], memory)
@@ -185,8 +188,8 @@ def imagine(
             rewards.append(outcome.reward)
             ends.append(outcome.ended)
             if t + 2 < horizon:  # only the policy reads the last frame
-                pending = SideStream(world_model.read_pending, state, device=frames.device)
-                features = _start_frame_features(tokenizer, state["frame"])
+                pending = SideStream(world_model.read_pending, state, fast=fast, device=frames.device)
+                features = _start_frame_features(tokenizer, state["frame"], fast)
     ended = torch.stack(ends, 1)
     return ImaginedTrajectories(
         torch.stack(imagined_frames, 1).float(),
@@ -197,8 +200,10 @@ def imagine(
     )
 
 
-def _start_frame_features(tokenizer: Any, frame: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+def _start_frame_features(
+    tokenizer: Any, frame: torch.Tensor, fast: bool
+) -> Callable[[], torch.Tensor] | None:
     """Start encoding a frame for the decoder of the next one on a side stream. The result must be called."""
     if not tokenizer.contextual:
         return None
-    return SideStream(tokenizer.frame_features, frame, device=frame.device, stream=1).join
+    return SideStream(tokenizer.frame_features, frame, fast=fast, device=frame.device, stream=1).join

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 
 from rl_lab.components.dynamics.backbones import copy_state
-from rl_lab.components.nn.fast_path import fast_path, resolve_fast_path
 from rl_lab.components.nn.losses import LossWithIntermediateLosses
 from rl_lab.components.nn.moving_averages import SlowCopy
 from rl_lab.components.nn.precision import autocast, resolve_precision
@@ -86,7 +85,7 @@ class IrisActing(WorldModelWorkflow):
         policy_dtype = resolve_precision(precision if explicit else s.policy_precision, self.device)
         self.actor_critic.trunk_dtype = policy_dtype
         self.autocast = partial(autocast, self.model_dtype, self.device)
-        self.fast = resolve_fast_path(context.config.training.get("fast_path", "auto"), self.device)
+        self.fast = context.use_fast_path()
         if self.fast and self.device.type == "cuda":
             # CUDA convolutions and the fused kernels are fastest with channels last.
             for part in (self.tokenizer, self.world_model, self.actor_critic):
@@ -136,10 +135,9 @@ class IrisActing(WorldModelWorkflow):
             return self._random(size, mode), self.initial_policy_state(size), {}
         keep = (~is_first).float().unsqueeze(-1)
         memory = {key: policy_state[key] * keep for key in ("h", "c")}
-        with fast_path(self.fast):
-            with self.autocast():
-                view = self.tokenizer.policy_view(to_frames(obs[self.tokenizer.key]))
-            action, memory = self._choose(view.float(), memory, mode)
+        with self.autocast():
+            view = self.tokenizer.policy_view(to_frames(obs[self.tokenizer.key]))
+        action, memory = self._choose(view.float(), memory, mode)
         return action, memory, {}
 
     def _choose(
@@ -264,6 +262,7 @@ class IrisWorkflow(IrisActing):
             entropy=s.entropy,
             mask_ended=s.mask_ended,
             autocast=self.autocast,
+            fast=self.fast,
         )
 
     # ---------------------------------------------------------------- hooks
@@ -373,8 +372,7 @@ class IrisWorkflow(IrisActing):
             losses = {f"loss/{key}": value for key, value in loss.intermediate_losses.items()}
             return loss.loss_total, {**losses, **metrics}
 
-        with fast_path(self.fast):
-            loss, metrics = accumulated_loss(total_loss, batch, noise, parameters, settings.grad_acc_steps)
+        loss, metrics = accumulated_loss(total_loss, batch, noise, parameters, settings.grad_acc_steps)
         step_metrics, _ = optimizer_step(
             loss,
             [self.optimizers[name]],

@@ -13,7 +13,7 @@ from torch import nn
 
 from rl_lab.components.controllers.tdmpc import choose_pair
 from rl_lab.components.nn.actions import ActionEncoder, make_policy, stored_action
-from rl_lab.components.nn.fast_path import compiling, fast_path, resolve_fast_path
+from rl_lab.components.nn.fast_path import compiling
 from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.launch.runtime import tensor_float
 from rl_lab.records import ActMode, Batch, ImaginedStep, NoiseSpec
@@ -65,7 +65,8 @@ class TDMPCActing(WorldModelWorkflow):
         self.action_encoder = ActionEncoder(self.spec.action).to(self.device)
         tasks = self.spec.observations["task"].shape[0] if self.multi_task else 1
         self.discounts = torch.tensor(s.discounts(tasks), device=self.device)
-        self.fast = resolve_fast_path(context.config.training.get("fast_path", "auto"), self.device)
+        self.fast = context.use_fast_path()
+        self.action_encoder.fast = self.fast
         self._set_precision(str(context.config.training.precision))
         self._env_steps = 0  # time of the planner's schedule
         self._written: dict[str, float] = {}  # values of `_act_scalars`, to skip unchanged ones
@@ -88,14 +89,15 @@ class TDMPCActing(WorldModelWorkflow):
         self.planning_parts = CastCopy(parts, dtype)
 
     @contextlib.contextmanager
-    def _fast(self) -> Iterator[None]:
-        with fast_path(self.fast), tensor_float(self.tensor_float):
+    def _products(self) -> Iterator[None]:
+        """The precision of float32 matrix products."""
+        with tensor_float(self.tensor_float):
             yield
 
     @contextlib.contextmanager
-    def _fast_plan(self) -> Iterator[None]:
-        """Fast path with torch.compile for the pointwise functions of the planner, which have no kernels."""
-        with self._fast(), compiling(self.fast and self.device.type == "cuda"):
+    def _planning(self) -> Iterator[None]:
+        """As `_products`, with torch.compile for the pointwise functions of the planner, which have no kernels."""
+        with self._products(), compiling(self.fast and self.device.type == "cuda"):
             yield
 
     def _task(self, obs: Observations) -> TaskRows:
@@ -147,10 +149,10 @@ class TDMPCActing(WorldModelWorkflow):
         scalars: Tensors,
     ) -> Acted:
         """A pure function of tensors with fixed shapes: it can be captured as a CUDA graph."""
-        with self._fast():
+        with self._products():
             task = self._task(obs)
             latent = self.encoder(obs, *task.embedding)
-        with self._fast_plan():
+        with self._planning():
             action, memory = self.plan(latent, task, policy_state["plan"], is_first, noise, scalars)
         return action, {"plan": memory}, {}
 
@@ -236,7 +238,7 @@ class TDMPCActing(WorldModelWorkflow):
         n = len(state["latent"])
         is_first = torch.zeros(n, dtype=torch.bool, device=self.device)
         noise = self._draw(self.act_noise(n), mode.generator)
-        with self._fast_plan():
+        with self._planning():
             action, memory = self.plan(
                 state["latent"], self._task(state), state["plan"], is_first, noise, self._device_scalars(mode)
             )

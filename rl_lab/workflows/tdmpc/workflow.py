@@ -110,20 +110,20 @@ class TDMPCWorkflow(TDMPCActing):
         }
 
     def _update(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
-        with self._fast():
+        with self._products():
             latents, metrics, write_back = self._train_model(batch, scalars, noise)
             metrics |= self._train_policy(batch, latents, scalars, noise)
             self._update_targets()
         return UpdateResult(metrics, write_back)
 
     def _update_world_model(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
-        with self._fast():
+        with self._products():
             _, metrics, write_back = self._train_model(batch, scalars, noise)
             self._update_targets()
         return UpdateResult(metrics, write_back)
 
     def _update_controller(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
-        with self._fast():
+        with self._products():
             with torch.no_grad(), self.autocast():
                 obs, task = self._rows(batch)
                 latents = self._roll_out(self._encode(self.encoder, obs, task, noise, 0), batch, task)
