@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from rl_lab.buffers.ring import Columns
-from rl_lab.buffers.row_layout import differences
+from rl_lab.buffers.ring import Columns, differences
 from rl_lab.errors import CheckpointError
 from rl_lab.records import ArraySpec
 from rl_lab.utils.files import crc32_of, write_atomic

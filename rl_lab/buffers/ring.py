@@ -202,6 +202,19 @@ RESERVE_ROWS = 256  # per stream, for which disk space is reserved at a time
 Array = np.ndarray | torch.Tensor
 
 
+def differences(here: Mapping[str, ArraySpec], there: Mapping[str, ArraySpec]) -> list[str]:
+    """Describe each column that differs. here: of this run; there: of the stored data"""
+
+    def brief(spec: ArraySpec | None) -> str:
+        return f"{spec.dtype} {spec.shape}" if spec else "absent"
+
+    return [
+        f"'{name}' is {brief(here.get(name))} in this run and {brief(there.get(name))} in the stored data"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+
+
 def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype '{name}' cannot be stored; choose one of {', '.join(DTYPES)}")

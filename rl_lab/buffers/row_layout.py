@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +92,6 @@ class RowLayout:
     def from_dict(cls, data: Mapping[str, Any]) -> RowLayout:
         columns = {str(name): ArraySpec.from_dict(spec) for name, spec in data["columns"].items()}
         return cls(columns, int(data["block_rows"]), dict(data.get("action") or {}))
-
-
-def differences(here: Mapping[str, ArraySpec], there: Mapping[str, ArraySpec]) -> Sequence[str]:
-    """Describe each column that differs. here: of this run; there: of the stored data"""
-
-    def brief(spec: ArraySpec | None) -> str:
-        return f"{spec.dtype} {spec.shape}" if spec else "absent"
-
-    return [
-        f"'{name}' is {brief(here.get(name))} in this run and {brief(there.get(name))} in the stored data"
-        for name in sorted({*here, *there})
-        if here.get(name) != there.get(name)
-    ]
 
 
 def check_row(layout: RowLayout, spec: Spec, columns: Mapping[str, ArraySpec], where: Path) -> list[str]:

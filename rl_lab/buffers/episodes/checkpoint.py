@@ -21,7 +21,8 @@ from rl_lab.buffers.episodes.reader import WrittenBlocks
 from rl_lab.buffers.episodes.recovery import INDEX, check_chunks, chunk_files, chunk_path, recover
 from rl_lab.buffers.episodes.store import EpisodeStore
 from rl_lab.buffers.episodes.writer import OpenEpisodes
-from rl_lab.buffers.row_layout import FORMAT, RowLayout, differences, write_layout
+from rl_lab.buffers.ring import differences
+from rl_lab.buffers.row_layout import FORMAT, RowLayout, write_layout
 from rl_lab.errors import CheckpointError
 from rl_lab.utils.checkpoint.saveable import load_data
 from rl_lab.utils.files import TEMPORARY_SUFFIX, write_atomic

@@ -41,7 +41,8 @@ from rl_lab.buffers.episodes.table import (
     Seal,
     pack,
 )
-from rl_lab.buffers.row_layout import LAYOUT, Bytes, RowLayout, differences, read_layout, write_layout
+from rl_lab.buffers.ring import differences
+from rl_lab.buffers.row_layout import LAYOUT, Bytes, RowLayout, read_layout, write_layout
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.utils.files import RunLock, crc32_of, free_bytes, sync_folder, write_atomic
 

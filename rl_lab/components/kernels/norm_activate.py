@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_lab.components.kernels.residual_norm import row_tiles
-from rl_lab.components.kernels.triton_jit import cdiv, jit, tl
+from rl_lab.components.kernels.triton_jit import cdiv, jit, row_tiles, tl
 
 FUSED = ("mish", "simnorm")
 

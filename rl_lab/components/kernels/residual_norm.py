@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rl_lab.components.kernels.dropout import dropout_scale, kept
-from rl_lab.components.kernels.triton_jit import cdiv, jit, next_power_of_2, tl
+from rl_lab.components.kernels.triton_jit import cdiv, jit, row_tiles, tl
 
 PARTIALS = 512  # programs that each sum the parameters' gradients over their share of the rows
 
@@ -108,13 +108,6 @@ def residual_norm(
     """As `residual_norm_forward`, differentiable."""
     total, normed = ResidualNorm.apply(x, y, weight, bias, eps, dtype, rate, word)
     return total, normed
-
-
-def row_tiles(rows: int, features: int) -> tuple[int, int, int]:
-    """Padded width, rows a program handles at once, warps."""
-    block = next_power_of_2(features)
-    group = 1 if rows <= 4096 else max(1, min(8, 2048 // block))  # few rows: spread them over the chip
-    return block, group, 4 if block * group <= 2048 else 8
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Triton where it can run, and stand-ins elsewhere: `jit`, `tl`, `cdiv`, `next_power_of_2`.
+"""Triton where it can run, and stand-ins elsewhere: `jit`, `tl`, `cdiv`, `next_power_of_2`; and `row_tiles`.
 
 Kernel modules import these names, not Triton. Triton is loaded where there is a CUDA device, or where its interpreter is
 asked for (TRITON_INTERPRET=1). Elsewhere kernels can be defined and not launched: the plain forms run there.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-__all__ = ["CAN_RUN", "cdiv", "jit", "next_power_of_2", "tl"]
+__all__ = ["CAN_RUN", "cdiv", "jit", "next_power_of_2", "row_tiles", "tl"]
 
 CAN_RUN = importlib.util.find_spec("triton") is not None and (
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
@@ -57,3 +57,10 @@ if TYPE_CHECKING or CAN_RUN:
     from triton import cdiv, jit, next_power_of_2
 else:
     jit, tl, cdiv, next_power_of_2 = _NoKernel, _NoLanguage(), _cdiv, _next_power_of_2
+
+
+def row_tiles(rows: int, features: int) -> tuple[int, int, int]:
+    """Tiles of kernels that norm rows (rows, features): padded width, rows of a program, warps."""
+    block = next_power_of_2(features)
+    group = 1 if rows <= 4096 else max(1, min(8, 2048 // block))  # few rows: spread them over the chip
+    return block, group, 4 if block * group <= 2048 else 8
