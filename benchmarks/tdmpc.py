@@ -106,7 +106,7 @@ class Case:
             {"vector": ArraySpec((options.observations,), "float32")},
             ActionSpec("continuous", (options.actions,)),
         )
-        words = ["experiment=tdmpc2_dmc_state", f"tdmpc_size={size}", f"experiment.device={device}"]
+        words = ["experiment=tdmpc2_dmc_state", f"size={size}", f"experiment.device={device}"]
         words += [f"algorithm.batch_size={options.batch}", f"algorithm.horizon={options.horizon}"]
         words += [f"algorithm.plan.samples={options.samples}"]
         words += [f"training.fast_path={'off' if options.plain else 'auto'}"]

@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from rl_lab.errors import ConfigError, closest
 
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
@@ -205,31 +203,3 @@ def _values(config: Mapping[str, Any], path: str) -> Iterator[Any]:
             return
         node = node[key]
     yield node
-
-
-def check_size(override: str, config: DictConfig) -> None:
-    """Raise ConfigError if `size=NAME` belongs to other networks: if the algorithm lacks most of its widths.
-
-    config: composed without the override
-    """
-    known = config.algorithm.get("size")
-    file = CONFIG_FOLDER / "size" / f"{override.removeprefix('size=')}.yaml"
-    if known is None or not file.exists():
-        return
-    widths = _keys(file)
-    unknown = [key for key in widths if key not in known]
-    if 2 * len(unknown) <= len(widths):
-        return
-    fitting = [folder.name for folder in CONFIG_FOLDER.glob("*_size") if _fits(folder, known)]
-    advice = f"use {fitting[0]}=NAME" if fitting else "set algorithm.size.KEY=NUMBER"
-    raise ConfigError(
-        f"{override} is for other networks, {config.experiment.name} has no {', '.join(unknown[:3])}: {advice}"
-    )
-
-
-def _fits(folder: Path, known: Iterable[Any]) -> bool:
-    return all(key in known for file in folder.glob("*.yaml") for key in _keys(file))
-
-
-def _keys(file: Path) -> list[str]:
-    return [str(key) for key in OmegaConf.load(file)]

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_lab.config.checks import CONFIG_FOLDER as CONFIG_FOLDER
-from rl_lab.config.checks import check_config, check_size, check_types, root_keys
+from rl_lab.config.checks import check_config, check_types, root_keys
 from rl_lab.errors import ConfigError, LabError, closest, one_line
 from rl_lab.records import Spec
 
@@ -37,17 +37,15 @@ def compose_config(overrides: Sequence[str] = (), *, config_dirs: Sequence[Path 
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
+    from rl_lab.config.choices import choices
+
     register_resolvers()
     items = with_search_path([normalise_override(override) for override in overrides], config_dirs)
     keys = {match[1]: item for item in items if (match := OPEN_KEY.match(item))}
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_module("rl_lab.configs", version_base="1.3"):
+        with choices(), initialize_config_module("rl_lab.configs", version_base="1.3"):
             config = compose("config", overrides=items)
-            size = next((item for item in items if item.startswith("size=")), None)
-            if size is not None:
-                without_size = [item for item in items if not item.startswith(("size=", "debug="))]
-                check_size(size, compose("config", overrides=without_size))
             others = [item for item in items if item not in keys.values()]
             default = compose("config", overrides=others) if keys else config
         plain: Any = OmegaConf.to_container(config)
@@ -70,6 +68,10 @@ def normalise_override(override: str) -> str:
     `components/encoder@components.encoder=x`, the spelling of defaults lists, becomes `components/encoder=x`.
     `environment.eval.x=…` may set any key of `environment` (see checks.py), so it gets a `++`.
     """
+    if override.startswith("tdmpc_size="):
+        raise ConfigError(
+            f"{override}: use {override.removeprefix('tdmpc_')}, the word for the sizes of every algorithm"
+        )
     override = re.sub(r"^(environment\.eval\.\w+=)", r"++\1", override)
     override = re.sub(r"^\+(experiment|size|debug)=", r"\1=", override)
     package = re.match(r"^(\+?)([\w/]+)@([\w.]+)=", override)
@@ -303,7 +305,19 @@ def explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[Pa
     missing = re.search(r"Could not (?:find|load) '([\w/]+)/([^'/]+)'", text)
     if missing:
         group, name = missing.groups()
-        return f"{group}={name} does not exist.{closest(name, known_choices(group, config_dirs))}"
+        known = known_choices(group, config_dirs)
+        if group == "recipe":
+            return f"recipe={name} does not exist: use `- /algorithm: {name}`, whose file has all parts"
+        if group in ("size", "tdmpc_size"):
+            known = known_choices("size", config_dirs)
+            near = [choice for choice in known if choice.rpartition("/")[2] == name]
+            hint = (
+                f" Did you mean {' or '.join(f'/size@algorithm.size: {choice}' for choice in near)}?"
+                if near
+                else ""
+            )
+            return f"{group}={name} does not exist.{hint or closest(name, known)}"
+        return f"{group}={name} does not exist.{closest(name, known)}"
     key = re.search(r"Key '[^']+' is not in struct\s+full_key: ([\w.]+)", text)
     key = key or re.search(r"Could not override '([\w/@.]+)'", text)
     if key:
@@ -340,6 +354,8 @@ def _known_keys(overrides: Sequence[str], wrong: str) -> list[str]:
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
+    from rl_lab.config.choices import choices
+
     GlobalHydra.instance().clear()
     # One value of a sweep (experiment.seed=0,1) is enough.
     good = [re.sub(r"=([\w.]+)(,[\w.]+)+$", r"=\1", override) for override in overrides]
@@ -347,7 +363,7 @@ def _known_keys(overrides: Sequence[str], wrong: str) -> list[str]:
     groups = [item for item in good if item.startswith(("experiment=", "hydra.searchpath="))]
     for words in (good, groups, []):  # other overrides may be wrong, too
         try:
-            with initialize_config_module("rl_lab.configs", version_base="1.3"):
+            with choices(), initialize_config_module("rl_lab.configs", version_base="1.3"):
                 config = compose("config", overrides=words)
         except Exception:
             continue

@@ -27,6 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_lab.config.choices import choices
 from rl_lab.config.compose import (
     check_targets,
     compose_config,
@@ -98,7 +99,7 @@ def multirun(overrides: Sequence[str], config_dirs: Sequence[Path | str] = ()) -
         if config.launch.name == "pack":
             _run_packed(items, folder, config.launch)
         else:
-            with _hydra_arguments(items):
+            with _hydra_arguments(items), choices():
                 _job()
     except LabError:
         raise

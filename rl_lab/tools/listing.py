@@ -19,8 +19,7 @@ from rl_lab.tools.terminal import print_table
 GROUPS = {
     "experiments": ("experiment", "rl-lab train +experiment=NAME"),
     "workflows": ("workflow", "workflow=NAME in an experiment"),
-    "recipes": ("recipe", "an algorithm's parts, shared by its experiments"),
-    "algorithms": ("algorithm", "algorithm=NAME in an experiment: hyperparameters"),
+    "algorithms": ("algorithm", "/algorithm: NAME in an experiment: all parts and hyperparameters"),
     "components": (
         "components",
         "components/KIND@components.PLACE=NAME; components/KIND=NAME where the place has the kind's name",
@@ -30,8 +29,7 @@ GROUPS = {
     "buffers": ("buffer", "buffer=NAME"),
     "environments": ("environment", "environment=NAME"),
     "phases": ("phases", "phases=NAME"),
-    "sizes": ("size", "size=NAME"),
-    "tdmpc_sizes": ("tdmpc_size", "tdmpc_size=NAME, of TD-MPC's networks"),
+    "sizes": ("size", "size=NAME, of the experiment's algorithm: size=12m"),
     "debug": ("debug", "debug=NAME"),
     "launch": ("launch", "launch=NAME: how the runs of a sweep are started"),
     "suite": ("suite", "rl-lab suite NAME: several tasks and seeds"),

@@ -115,9 +115,8 @@ class WorldModelWorkflow(ABC):
     def plain_batch(self) -> BatchSpec:
         """Batch of the plain hooks: `batch_length` transitions that never cross the end of an episode."""
         algorithm = self._bound().config.algorithm
-        return BatchSpec(
-            size=int(algorithm.batch_size), length=int(algorithm.batch_length) + 1, boundary="within"
-        )
+        size, length = algorithm.get("batch_size", 16), algorithm.get("batch_length", 64)
+        return BatchSpec(size=int(size), length=int(length) + 1, boundary="within")
 
     # ---------------------------------------------------------------- acting
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# A few updates of every hook: debug=tiny makes one of some.
+# A few updates of every hook: debug=tiny makes one of some. A word for a key that an experiment lacks is left out of it.
 WORDS = (
     "debug=tiny",
     "experiment.seed=0",
@@ -152,8 +152,18 @@ def hash_run(name: str, code: Path, words: list[str]) -> dict[str, Any]:
 
     if code not in Path(rl_lab.__file__).resolve().parents:
         raise SystemExit(f"rl_lab comes from {rl_lab.__file__}, not from {code}")
+    from omegaconf import OmegaConf
+
+    from rl_lab.config.compose import compose_config
+
+    config = compose_config([f"experiment={name}", "debug=tiny"])
+    known = [
+        word
+        for word in WORDS
+        if not word.startswith("algorithm.") or OmegaConf.select(config, word.partition("=")[0]) is not None
+    ]
     try:
-        run = rl_lab.train(name, [*WORDS, *words, "run_dir=run"])
+        run = rl_lab.train(name, [*known, *words, "run_dir=run"])
     except Exception as error:  # by name: the class may move
         if type(error).__name__ == "MissingPackageError":
             return {"not_run": str(error)}

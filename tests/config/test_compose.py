@@ -44,7 +44,7 @@ def test_order_of_precedence(tmp_path: Path):
           - _self_
         experiment: {name: order}
         environment: {num_envs: 3}
-        algorithm: {batch_size: 5, size: {units: 1, hidden: 1, deter: 1}}
+        algorithm: {batch_size: 5, batch_length: 6, size: {units: 1, hidden: 1, deter: 1}}
         """,
     )
     write(tmp_path, "size/order", "# @package algorithm.size\nunits: 2\nhidden: 2\n")
@@ -164,7 +164,7 @@ def test_dims_are_filled_and_checked(tmp_path: Path):
     [
         (["experiment=dreamer_cartpol"], "Did you mean 'dreamer_cartpole'"),
         (["+experiment=nothing_like_it_at_all"], "Known: "),
-        (["size=13m"], "size=13m does not exist"),
+        (["size=13m"], "size=13m does not exist for dreamer"),
         (["algorithm.batch_sise=3"], "algorithm.batch_size"),
         (["trainng.total_timesteps=3"], "training.total_timesteps"),
         (["workflow=dreemer"], "Did you mean 'dreamer'"),

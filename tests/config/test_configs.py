@@ -10,7 +10,7 @@ import rl_lab
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config, known_choices
 from rl_lab.environments.make import suites
-from rl_lab.errors import ConfigError, MissingPackageError
+from rl_lab.errors import MissingPackageError
 
 SLOW = {"dreamer_memory_maze"}  # the simulator takes minutes to draw even a dry run
 EXPERIMENTS = [
@@ -78,36 +78,12 @@ def test_staged_phases_fit_a_short_run(tmp_path: Path):
         assert (first.duration_steps, second.duration_updates, third.duration_updates) == durations
 
 
-@pytest.mark.parametrize("name", known_choices("size"))
-def test_every_size_has_all_widths(name: str):
-    size = compose_config([f"size={name}"]).algorithm.size
-    assert set(size) == {
-        "deter",
-        "hidden",
-        "stoch",
-        "classes",
-        "blocks",
-        "depth",
-        "units",
-        "bins",
-        "bin_limit",
-    }
-    assert size.deter % size.blocks == 0
-
-
 @pytest.mark.parametrize(
-    "name, word, says",
-    [
-        ("tdmpc2_pendulum", "size=1m", "has no deter.*use tdmpc_size=NAME"),
-        ("iris_catch", "size=1m", "algorithm.size.KEY=NUMBER"),
-        ("delta_iris_catch", "size=1m", "algorithm.size.KEY=NUMBER"),
-        ("og_wm_catch", "size=1m", "algorithm.size.KEY=NUMBER"),
-        ("dreamer_cartpole", "tdmpc_size=1m", "tdmpc_size"),
-    ],
+    "name", sorted(file.stem for file in (CONFIG_FOLDER / "size/dreamer").glob("*.yaml"))
 )
-def test_size_of_another_algorithm_is_refused(name: str, word: str, says: str):
-    with pytest.raises(ConfigError, match=says):
-        compose_config([f"experiment={name}", word, "debug=tiny"])
+def test_dreamer_blocks_divide_deter(name: str):
+    size = compose_config([f"size={name}"]).algorithm.size
+    assert size.deter % size.blocks == 0
 
 
 def test_every_yaml_has_a_description():

@@ -51,30 +51,9 @@ def dreamer_config(**changes: Any) -> DictConfig:
     """The shipped parts with tiny sizes; `changes` are dotted paths with __ for the dot."""
     register_resolvers()
 
-    def load(path: str) -> Any:
-        return OmegaConf.load(CONFIG_FOLDER / f"{path}.yaml")
-
-    config = OmegaConf.create(
-        {
-            "experiment": {"seed": 0},
-            "training": {"precision": "float32"},
-            "workflow": load("workflow/dreamer"),
-            "algorithm": load("algorithm/dreamer"),
-            "components": {
-                "encoder": load("components/encoder/dict"),
-                "rssm": load("components/representation_learner/rssm"),
-                "decoder": load("components/decoder/dict"),
-                "reward_head": load("components/head/reward"),
-                "continue_head": load("components/head/continue"),
-                "return_computer": load("components/return_computer/td_lambda"),
-            },
-            "controllers": {
-                "actor": load("controller/dreamer_actor"),
-                "critic": load("controller/dreamer_critic"),
-            },
-            "optimizers": load("optimizers/dreamer"),
-        }
-    )
+    config = OmegaConf.load(CONFIG_FOLDER / "algorithm" / "dreamer.yaml")
+    assert isinstance(config, DictConfig)
+    config.experiment, config.training = {"seed": 0}, {"precision": "float32"}
     config.algorithm.size = dict(TINY)
     config.algorithm.update(
         {"batch_size": 2, "batch_length": 5, "imagination_horizon": 3, "learning_rate": 1e-2}

@@ -30,27 +30,9 @@ def og_wm_config(**changes: Any) -> DictConfig:
     """The shipped parts with tiny sizes; `changes` are dotted paths with __ for the dot."""
     register_resolvers()
 
-    def load(path: str) -> Any:
-        return OmegaConf.load(CONFIG_FOLDER / f"{path}.yaml")
-
-    config = OmegaConf.create(
-        {
-            "experiment": {"seed": 0},
-            "training": {"precision": "float32"},
-            "workflow": load("workflow/og_wm"),
-            "algorithm": load("algorithm/og_wm"),
-            "components": {
-                "vae": load("components/representation_learner/conv_vae"),
-                "mdn_rnn": load("components/dynamics_model/mdn_rnn"),
-            },
-            "controllers": {
-                "controller": load("controller/linear"),
-                "cma_es": load("controller/cma_es"),
-                "explorer": load("controller/explorer"),
-            },
-            "optimizers": load("optimizers/og_wm"),
-        }
-    )
+    config = OmegaConf.load(CONFIG_FOLDER / "algorithm" / "og_wm.yaml")
+    assert isinstance(config, DictConfig)
+    config.experiment, config.training = {"seed": 0}, {"precision": "float32"}
     config.algorithm.size = {"latent": 4, "depth": 2, "hidden": 8, "mixtures": 2}
     config.algorithm.evolution.update({"population": 6, "episodes": 3})
     config.algorithm.update(

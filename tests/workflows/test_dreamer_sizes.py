@@ -44,7 +44,7 @@ PARTS = {
 
 
 def counts_of(size):
-    config = dreamer_config(algorithm__size=OmegaConf.load(CONFIG_FOLDER / f"size/{size}.yaml"))
+    config = dreamer_config(algorithm__size=OmegaConf.load(CONFIG_FOLDER / f"size/dreamer/{size}.yaml"))
     nodes = {**config.components, **config.controllers}
     with torch.device("meta"):
         parts = {name: instantiate(name, node, spec=SPEC) for name, node in nodes.items()}

@@ -38,7 +38,7 @@ def test_documented_values_match_configs(column: int, experiment: str):
 
 def test_documented_sizes_match_configs():
     for size in ("1m", "5m", "19m", "48m", "317m"):
-        stated = OmegaConf.load(CONFIG_FOLDER / f"tdmpc_size/{size}.yaml")
+        stated = OmegaConf.load(CONFIG_FOLDER / f"size/tdmpc2/{size}.yaml")
         sizes = [stated[key] for key in ("encoder_units", "units", "latent", "encoder_layers", "members")]
         row = re.search(rf"^\| `{size}`[^|]*\|(.+)\|$", PAGE.read_text(), re.M)
         assert row is not None

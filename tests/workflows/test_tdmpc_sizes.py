@@ -33,7 +33,7 @@ EIGHTY = Spec(
 
 def build(size, spec, **changes):
     config = tdmpc_config(
-        algorithm__size=OmegaConf.load(CONFIG_FOLDER / f"tdmpc_size/{size}.yaml"), **changes
+        algorithm__size=OmegaConf.load(CONFIG_FOLDER / f"size/tdmpc2/{size}.yaml"), **changes
     )
     if "task" in spec.observations:
         embedding = OmegaConf.load(CONFIG_FOLDER / "components/task_embedding/learned.yaml")
@@ -52,7 +52,7 @@ def millions(parts):
 @pytest.mark.parametrize("size", SIZES)
 def test_published_sizes(size):
     units, mlp, latent, layers, members, _, _ = SIZES[size]
-    stated = OmegaConf.load(CONFIG_FOLDER / f"tdmpc_size/{size}.yaml")
+    stated = OmegaConf.load(CONFIG_FOLDER / f"size/tdmpc2/{size}.yaml")
     assert (stated.encoder_units, stated.units, stated.latent, stated.encoder_layers, stated.members) == (
         units,
         mlp,
@@ -96,9 +96,11 @@ def test_mt30_widths():
         return algorithm.size.latent, algorithm.task_width
 
     assert widths() == (768, 96)
-    assert widths("tdmpc_size=19m_mt30") == (512, 64)
-    assert widths("tdmpc_size=48m", "algorithm.task_width=64") == (768, 64)  # mt30 at 48m
-    wide, narrow = (OmegaConf.load(CONFIG_FOLDER / f"tdmpc_size/{size}.yaml") for size in ("19m", "19m_mt30"))
+    assert widths("size=19m_mt30") == (512, 64)
+    assert widths("size=48m", "algorithm.task_width=64") == (768, 64)  # mt30 at 48m
+    wide, narrow = (
+        OmegaConf.load(CONFIG_FOLDER / f"size/tdmpc2/{size}.yaml") for size in ("19m", "19m_mt30")
+    )
     assert {**wide, "latent": 512, "task_width": 64} == dict(narrow)
     parts = build("19m_mt30", EIGHTY)
     assert shapes(parts["encoder"].mlp)[0] == [(1024, 39), (1024, 64)]
@@ -107,7 +109,7 @@ def test_mt30_widths():
 
 @pytest.mark.parametrize("size", ["1m", "19m"])
 def test_published_sizes_make_an_update(size):
-    workflow = make_tdmpc(WALKER, algorithm__size=OmegaConf.load(CONFIG_FOLDER / f"tdmpc_size/{size}.yaml"))
+    workflow = make_tdmpc(WALKER, algorithm__size=OmegaConf.load(CONFIG_FOLDER / f"size/tdmpc2/{size}.yaml"))
     before = workflow.dynamics.mlp.layers[0].bias.detach().clone()
     metrics = run_hook(workflow, "update").metrics
     assert all(torch.isfinite(value) for value in metrics.values())

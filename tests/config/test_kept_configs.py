@@ -1,0 +1,80 @@
+"""Every experiment has the values that it had when its parts were composed from one file each (042ffd0)."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from rl_lab.config.choices import choices
+from rl_lab.config.compose import compose_config, known_choices
+
+DUMP = Path(__file__).parents[1] / "fixtures" / "configs_042ffd0" / "resolved.json.xz"
+DIMS = {"observation": 4, "action": 2, "image": [3, 64, 64]}
+WORDS = {"as it is": [], "tiny": ["debug=tiny"]}
+# Keys that every algorithm got from the root config, and with debug=tiny, and that most of them did not read.
+FOR_ALL = ("algorithm.batch_size", "algorithm.batch_length", "algorithm.train_ratio")
+UNREAD = {"dreamer_dmc_proprio_2023": ["algorithm.seed_steps"]}  # its phases have no such step
+
+
+@cache
+def dump() -> dict[str, dict[str, Any]]:
+    kept: dict[str, dict[str, Any]] = json.loads(lzma.decompress(DUMP.read_bytes()))
+    return kept
+
+
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, node
+
+
+def resolved(name: str, words: list[str]) -> dict[str, Any]:
+    config = compose_config([f"experiment={name}", *words])
+    OmegaConf.set_struct(config, False)
+    config._dims = OmegaConf.merge(DIMS, config._dims)
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+@pytest.mark.parametrize("variant", WORDS)
+@pytest.mark.parametrize("name", sorted(dump()))
+def test_values_are_kept(name: str, variant: str):
+    before, now = dump()[name][variant], resolved(name, WORDS[variant])
+    published = dict(leaves(dump()[name]["as it is"]))
+    old, new = dict(leaves(before)), dict(leaves(now))
+    assert {path: new[path] for path in new if path in old and new[path] != old[path]} == {}
+    # What is gone: keys for all algorithms, that this one does not have.
+    gone = {path for path in old if path not in new}
+    allowed = {*FOR_ALL, *UNREAD.get(name, ())}
+    assert {path for path in gone if path in published and path not in allowed} == set()
+    assert all(path.startswith("algorithm.") for path in gone)
+    added = {path for path in new if path not in old and not path.startswith("launch.")}
+    assert added <= {"algorithm", "debug.fast_render"}
+    for section in ("components", "controllers", "optimizers"):  # parts are initialized in this order
+        assert list(before[section]) == list(now[section])
+
+
+def test_experiments_are_composed_from_few_files():
+    counts = {}
+    with choices(), initialize_config_module("rl_lab.configs", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        for name in known_choices("experiment"):
+            found = loader.compute_defaults_list("config", [f"experiment={name}"], RunMode.RUN)
+            files = {str(default.config_path) for default in found.defaults}
+            beside = ("hydra", "_dummy", "launch/")  # launch: how sweeps are run
+            counts[name] = len([file for file in files if not file.startswith(beside)])
+    assert max(counts.values()) <= 8, counts
+    assert sorted(counts.values())[len(counts) // 2] <= 6, counts
