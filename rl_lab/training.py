@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_lab.build import Run, build_run, environment_spec
 from rl_lab.config.checks import check_config
-from rl_lab.config.compose import change_key, compose_config, resolve_config, select, to_plain
-from rl_lab.config.saved import check_same_config, check_same_spec, refuse_unsafe
+from rl_lab.config.compose import change_key, compose_config, resolve_config, select, to_plain, unread
+from rl_lab.config.saved import check_same_config, check_same_spec, drop_unread, refuse_unsafe
 from rl_lab.errors import CheckpointError, ConfigError, LabError, unexpected
 from rl_lab.records import Spec
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
@@ -68,6 +68,9 @@ def train_config(
         return _resume_existing(run_dir, config, say)
     if run_dir is not None:
         run_dir.check_free()
+    sentence = unread(config)
+    if sentence:
+        say(sentence)
     spec = environment_spec(config)
     resolve_config(config, spec)
     folder = run_dir or new_run_folder(output_root(config.output_root))
@@ -91,7 +94,7 @@ def resume(
 ) -> RunResult:
     """Continue a run from its newest intact checkpoint. Only the keys in SAFE_ON_RESUME may change."""
     folder = RunFolder(run)
-    config = folder.load_config()
+    config = _load_saved(folder, say)
     before = OmegaConf.to_container(config)
     for override in overrides:
         path, _, value = override.lstrip("+").partition("=")
@@ -112,9 +115,21 @@ def _run_dir(config: DictConfig) -> RunFolder | None:
 
 def _resume_existing(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
     """Resume because the command was repeated with the same run folder."""
-    saved = folder.load_config()
+    saved = _load_saved(folder, say)
     resolve_config(config, folder.load_spec())
     return _resume_changed(folder, OmegaConf.to_container(saved), config, say)
+
+
+def _load_saved(folder: RunFolder, say: Callable[[str], None]) -> DictConfig:
+    """The config of a run, without keys that earlier versions gave to every algorithm and this one does not read."""
+    config = folder.load_config()
+    plain: Any = OmegaConf.to_container(config)
+    dropped = drop_unread(plain)
+    if dropped:
+        say(f"resume: {', '.join(dropped)} dropped from the saved config: the algorithm does not read it")
+        config = OmegaConf.create(plain)
+        OmegaConf.set_struct(config, True)
+    return config
 
 
 def _resume_changed(

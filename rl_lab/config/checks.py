@@ -1,8 +1,8 @@
 """Checks a config for unknown keys and values of the wrong type, before anything is built.
 
 Without these checks `logging.tensorboard=flase` would be a string, which counts as true, and
-`total_timestep:` in an experiment would be a new key that nothing reads. Keys of an algorithm or a suite are
-checked where they are read.
+`total_timestep:` in an experiment would be a new key that nothing reads. algorithm_keys.py checks `algorithm`; keys of
+a suite are checked where they are read.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_lab.config.algorithm_keys import check_algorithm, unread_keys
 from rl_lab.config.checks import CONFIG_FOLDER as CONFIG_FOLDER
 from rl_lab.config.checks import check_config, check_types, root_keys
 from rl_lab.errors import ConfigError, LabError, closest, one_line
@@ -206,6 +207,7 @@ def fill_dims(config: DictConfig, spec: Spec) -> None:
 
 def resolve_config(config: DictConfig, spec: Spec) -> DictConfig:
     """Fill in `_dims`, resolve all interpolations and check the config; the result is read-only."""
+    check_algorithm(_plain(config))
     try:
         fill_dims(config, spec)
         OmegaConf.resolve(config)
@@ -219,12 +221,29 @@ def resolve_config(config: DictConfig, spec: Spec) -> DictConfig:
     return config
 
 
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """The config as dicts and lists, with its interpolations."""
+    plain = OmegaConf.to_container(config)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
 def to_plain(config: Any) -> Any:
     """Return a config node as dicts and lists, with all interpolations resolved."""
     try:
         return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
     except OmegaConfBaseException as error:
         raise ConfigError(f"config: an interpolation does not resolve: {_first_line(error)}") from error
+
+
+def unread(config: DictConfig) -> str:
+    """A sentence about keys of `algorithm` that nothing reads, or ""; before `resolve_config`."""
+    keys = unread_keys(_plain(config))
+    if not keys:
+        return ""
+    return (
+        f"{', '.join(keys)}: neither the workflow's code nor an interpolation reads it; correct or remove it"
+    )
 
 
 def select(config: DictConfig, path: str) -> Any:

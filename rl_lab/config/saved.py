@@ -7,10 +7,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from rl_lab.config.algorithm_keys import workflow_class
 from rl_lab.errors import ConfigError
 from rl_lab.records import Spec
 from rl_lab.run_folder import describe_differences
 from rl_lab.utils.files import json_safe
+from rl_lab.utils.settings import unknown_keys
 
 # Keys that may change on resume: duration, output and speed of a run, not what it computes.
 SAFE_ON_RESUME = (
@@ -74,6 +76,33 @@ MOVED = {
 }
 
 
+# Keys that configs before 2026-11-18 gave to every algorithm: those of the root config, then those of debug=tiny.
+FOR_EVERY_ALGORITHM = {
+    *("batch_size", "batch_length", "train_ratio"),
+    *("imagination_horizon", "imagination_last", "episode_length", "seed_steps", "pretrain_updates"),
+    *("updates_per_env_step", "fast_render", "dream_context"),
+    *("tokenizer", "world_model", "actor_critic", "epochs", "plan", "evolution", "stages", "size"),
+}
+
+
+def drop_unread(config: dict[str, Any]) -> list[str]:
+    """Remove keys that every algorithm got and the workflow of this plain config does not have; their paths."""
+    schema = getattr(workflow_class(config), "settings_type", None)
+    section = config.get("algorithm")
+    if schema is None or not isinstance(section, dict):
+        return []
+    dropped = []
+    for path, _ in list(unknown_keys(schema, section, "algorithm")):
+        _, *parents, key = path.split(".")
+        if (parents or [key])[0] in FOR_EVERY_ALGORITHM:
+            node = section
+            for parent in parents:
+                node = node[parent]
+            del node[key]
+            dropped.append(path)
+    return dropped
+
+
 def current_targets(config: Any) -> Any:
     """Return a plain config with every `_target_` of the earlier layout replaced by its current path."""
     if isinstance(config, Mapping):
@@ -119,7 +148,9 @@ def difference_from(trained: Mapping[str, Any] | None, config: Mapping[str, Any]
     """
     if trained is None:
         return ""
-    for path, (old, new) in sorted(describe_differences(current_targets(trained), json_safe(config)).items()):
+    before: dict[str, Any] = current_targets(trained)
+    drop_unread(before)
+    for path, (old, new) in sorted(describe_differences(before, json_safe(config)).items()):
         if not is_safe(path):
             return f"{path} is {new!r}, but the checkpoint was trained with {old!r}"
     return ""

@@ -7,10 +7,13 @@ import torch
 from rl_lab.records import ActMode, Hook
 from rl_lab.workflows.base import PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.settings import NoSettings
 
 
 class RandomWorkflow(WorldModelWorkflow):
     """Needs one controller `policy`: RandomPolicyController or any other with `act(obs, mode)`."""
+
+    settings_type = NoSettings
 
     def initialize(self, context: WorkflowContext) -> None:
         self.policy = context.controller("policy", "act")

@@ -1,31 +1,39 @@
-"""Helpers that read `algorithm.*` for the settings of every workflow."""
+"""Base class of the settings of a workflow: a frozen dataclass that is the schema of `algorithm.*`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
-from rl_lab.errors import ConfigError, reject_unknown
-
-
-def require_all(settings: type, algorithm: Mapping[str, Any], group: str) -> None:
-    """Raise unless `algorithm` has every field of the dataclass; configs/algorithm/<group>.yaml does."""
-    missing = [item.name for item in fields(settings) if item.name not in algorithm]
-    if missing:
-        raise ConfigError(
-            f"algorithm.{', algorithm.'.join(missing)}: not in the config; "
-            f"add `- /algorithm: {group}` to the experiment's defaults, which sets all of them"
-        )
+from rl_lab.errors import ConfigError
+from rl_lab.utils.settings import missing_keys, read_settings
 
 
-def read_loss_scales(
-    algorithm: Mapping[str, Any], losses: Sequence[str], *, complete: bool = True
-) -> dict[str, float]:
-    """`algorithm.loss_scales`: one factor for each loss, or for some of them (complete=False)."""
-    scales = {str(key): float(value) for key, value in algorithm["loss_scales"].items()}
-    reject_unknown("algorithm.loss_scales", scales, losses)
-    missing = sorted(set(losses) - set(scales))
-    if complete and missing:
-        raise ConfigError(f"algorithm.loss_scales has no value for {', '.join(missing)}: add one")
-    return scales
+class Settings:
+    """Subclasses are frozen dataclasses; a workflow names its own as `settings_type`.
+
+    Keys of `algorithm` that are not fields are refused when a config is composed.
+    """
+
+    algorithm: ClassVar[str] = ""  # the file configs/algorithm/<algorithm>.yaml has every field
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, Any]) -> Self:
+        absent = missing_keys(cls, section)
+        if absent:
+            raise ConfigError(
+                f"algorithm.{', algorithm.'.join(absent)}: not in the config; "
+                f"add `- /algorithm: {cls.algorithm}` to the experiment's defaults, which sets all of them"
+            )
+        settings = read_settings(cls, section, "algorithm")
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that its type allows and the algorithm does not."""
+
+
+@dataclass(frozen=True)
+class NoSettings(Settings):
+    """Of a workflow that reads nothing from `algorithm`."""

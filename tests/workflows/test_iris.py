@@ -414,7 +414,7 @@ def test_slow_copy_is_updated_and_saved():
         (["algorithm.world_model.batch_length=2", "algorithm.blocks=2"], "decrease it or increase"),
         (["algorithm.imagination_horizon=1"], "at least 2"),
         (["algorithm.tokenizer.pad=middle"], "'middle'"),
-        (["+algorithm.tokenizer.bach_size=3"], "'bach_size'"),
+        (["+algorithm.tokenizer.bach_size=3"], "Did you mean 'batch_size'"),
         (["algorithm.size.levels=6"], "cannot be downsampled"),
     ],
 )

@@ -15,6 +15,7 @@ from rl_lab.components.nn.actions import ActionEncoder, stored_action
 from rl_lab.records import ActionSpec, ActMode, NoiseSpec
 from rl_lab.workflows.base import PolicyState
 from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.dreamer.settings import DreamerMPCSettings, DreamerSettings
 from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 
 State = Mapping[str, torch.Tensor]
@@ -68,6 +69,7 @@ PLAN = "plan"  # key of the planner's memory in the policy state
 class DreamerMPCWorkflow(DreamerWorkflow):
     """DreamerWorkflow with one more controller, `planner`, that chooses the actions."""
 
+    settings_type: type[DreamerSettings] = DreamerMPCSettings
     has_temperature = False
 
     def _bind_context(self, context: WorkflowContext) -> None:

@@ -1,30 +1,49 @@
-"""Hyperparameters of Dreamer, read from `algorithm.*`."""
+"""Hyperparameters of Dreamer: the keys of `algorithm.*`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, ClassVar, TypedDict
 
 from rl_lab.errors import ConfigError
-from rl_lab.workflows.settings import read_loss_scales, require_all
+from rl_lab.utils.settings import INTERPOLATED
+from rl_lab.workflows.settings import Settings
 
-# Keys of `algorithm.loss_scales`; `reconstruction` applies to every observation.
-LOSSES = (
-    "reconstruction",
-    "reward",
-    "continue",
-    "dynamics",
-    "representation",
-    "actor",
-    "critic",
-    "replay_value",
+LossScales = TypedDict(
+    "LossScales",
+    {
+        "reconstruction": float,  # for every observation
+        "reward": float,
+        "continue": float,
+        "dynamics": float,
+        "representation": float,
+        "actor": float,
+        "critic": float,
+        "replay_value": float,
+    },
 )
 
 
 @dataclass(frozen=True)
-class DreamerSettings:
+class Size:
+    """Widths, which the parts in the config refer to."""
+
+    deter: int
+    hidden: int
+    stoch: int
+    classes: int
+    blocks: int
+    depth: int
+    units: int
+    bins: int
+    bin_limit: float
+
+
+@dataclass(frozen=True)
+class DreamerSettings(Settings):
     """configs/algorithm/dreamer.yaml describes each field and has the published values."""
+
+    algorithm: ClassVar[str] = "dreamer"
 
     learning_rate: float
     batch_size: int
@@ -38,28 +57,11 @@ class DreamerSettings:
     free_nats: float
     slow_critic_rate: float
     max_grad_norm: float
-    loss_scales: dict[str, float]
-
-    @classmethod
-    def from_config(cls, algorithm: Mapping[str, Any]) -> DreamerSettings:
-        require_all(cls, algorithm, "dreamer")
-        settings = cls(
-            learning_rate=float(algorithm["learning_rate"]),
-            batch_size=int(algorithm["batch_size"]),
-            batch_length=int(algorithm["batch_length"]),
-            replay_context=int(algorithm["replay_context"]),
-            sampler=str(algorithm["sampler"]),
-            imagination_horizon=int(algorithm["imagination_horizon"]),
-            imagination_last=int(algorithm["imagination_last"]),
-            discount_horizon=float(algorithm["discount_horizon"]),
-            entropy=float(algorithm["entropy"]),
-            free_nats=float(algorithm["free_nats"]),
-            slow_critic_rate=float(algorithm["slow_critic_rate"]),
-            max_grad_norm=float(algorithm["max_grad_norm"]),
-            loss_scales=read_loss_scales(algorithm, LOSSES),
-        )
-        settings.check()
-        return settings
+    loss_scales: Annotated[dict[str, float], LossScales]
+    # For the parts and phases in the config.
+    size: Size = INTERPOLATED
+    train_ratio: float | None = INTERPOLATED
+    seed_steps: int = INTERPOLATED  # decisions before the first update, with phases=prefilled
 
     def check(self) -> None:
         if self.replay_context not in (0, 1):
@@ -82,3 +84,27 @@ class DreamerSettings:
     def starts(self) -> int:
         """Number of last steps of each sequence from which imagination starts."""
         return self.imagination_last or self.batch_length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of the planner, which refers to it."""
+
+    iterations: int
+    samples: int
+    policy_samples: int
+    elites: int
+    temperature: float
+    min_std: float
+    max_std: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class DreamerMPCSettings(DreamerSettings):
+    """With configs/algorithm/dreamer_mpc.yaml."""
+
+    algorithm: ClassVar[str] = "dreamer_mpc"
+
+    plan: Plan = INTERPOLATED
+    horizon: int = INTERPOLATED  # of plans, if the planner refers to it

@@ -69,12 +69,13 @@ class DreamerActing(WorldModelWorkflow):
     Components encoder, rssm, decoder, reward_head, continue_head, return_computer; controllers actor, critic.
     """
 
+    settings_type: type[DreamerSettings] = DreamerSettings
     has_temperature = True
 
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
         self.device = torch.device(context.device)
-        self.settings = DreamerSettings.from_config(context.config.algorithm)
+        self.settings = self.settings_type.from_config(context.config.algorithm)
         training = context.config.training
         self.precision = resolve_precision(str(training.precision), self.device)
         self.fast = context.use_fast_path()

@@ -1,15 +1,13 @@
-"""Hyperparameters of IRIS and Δ-IRIS, read from `algorithm.*`."""
+"""Hyperparameters of IRIS and Δ-IRIS: the keys of `algorithm.*`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from rl_lab.errors import ConfigError, reject_unknown, require_choice
-from rl_lab.workflows.settings import require_all
-
-PADS = ("right", "left", "both")
+from rl_lab.errors import ConfigError
+from rl_lab.utils.settings import INTERPOLATED
+from rl_lab.workflows.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -23,41 +21,95 @@ class PartSettings:
     max_grad_norm: float
     grad_acc_steps: int
 
-    @classmethod
-    def from_config(cls, name: str, node: Mapping[str, Any]) -> PartSettings:
-        known = [item.name for item in fields(cls)]
-        reject_unknown(f"algorithm.{name}", node, known)
-        missing = [key for key in known if key not in node]
-        if missing:
-            raise ConfigError(
-                f"algorithm.{name}.{missing[0]} is missing: add it as in configs/algorithm/iris.yaml"
-            )
-        require_choice(f"algorithm.{name}.pad", node["pad"], PADS)
-        part = cls(
-            batch_size=int(node["batch_size"]),
-            batch_length=int(node["batch_length"]),
-            sampler=str(node["sampler"]),
-            pad=cast(Literal["right", "left", "both"], str(node["pad"])),
-            max_grad_norm=float(node["max_grad_norm"]),
-            grad_acc_steps=int(node["grad_acc_steps"]),
-        )
-        if part.grad_acc_steps < 1 or part.batch_size % part.grad_acc_steps:
-            raise ConfigError(
-                f"algorithm.{name}.grad_acc_steps is {part.grad_acc_steps}: "
-                f"choose a divisor of batch_size ({part.batch_size})"
-            )
-        return part
+
+@dataclass(frozen=True)
+class IrisSize:
+    """Widths of IRIS, which the parts in the config refer to."""
+
+    depth: int
+    levels: int
+    latent: int
+    code: int
+    codes: int
+    tokens: int
+    dim: int
+    layers: int
+    heads: int
+    dropout: float
+    trunk: tuple[int, ...]
+    units: int
 
 
 @dataclass(frozen=True)
-class IrisSettings:
+class DeltaIrisSize:
+    """Widths of Δ-IRIS."""
+
+    depth: int
+    latent: int
+    frame_depth: int
+    frame_latent: int
+    code: int
+    codes: int
+    tokens_side: int
+    image_depth: int
+    image_latent: int
+    layers: int
+    heads: int
+    trunk_depth: int
+    trunk_latent: int
+    units: int
+    bins: int
+    bin_limit: float
+    reward_bins: int
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Epochs of each phase, and the work of an epoch; the phases refer to it."""
+
+    collect: int
+    tokenizer: int
+    world_model: int
+    actor_critic: int
+    last: int
+    collect_steps: int
+    tokenizer_updates: int
+    world_model_updates: int
+    actor_critic_updates: int
+
+
+@dataclass(frozen=True)
+class DeltaIrisEpochs(Epochs):
+    """With the first epoch, which is different."""
+
+    first_steps: int
+    first_tokenizer_updates: int
+    first_world_model_updates: int
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    tokenizer: float
+    world_model: float
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    tokens: float
+    reward: float
+    end: float
+
+
+@dataclass(frozen=True)
+class IrisSettings(Settings):
     """configs/algorithm/iris.yaml and delta_iris.yaml describe each field and have the published values."""
+
+    algorithm: ClassVar[str] = "iris"
 
     tokenizer: PartSettings
     world_model: PartSettings
     actor_critic: PartSettings
     imagination_horizon: int
-    bootstrap_frame: bool  # whether one more frame is imagined, whose value bootstraps
     discount: float
     entropy: float
     mask_ended: bool
@@ -65,35 +117,32 @@ class IrisSettings:
     collect_epsilon: float
     learning_rate: float
     model_precision: str  # of tokenizer and world model
-    policy_precision: str  # of the actor-critic's convolutions
+    # The defaults are what runs did that were saved before these settings existed.
+    policy_precision: str = "float32"  # of the actor-critic's convolutions
+    bootstrap_frame: bool = False  # whether one more frame is imagined, whose value bootstraps
+    # For the parts, optimizers and phases in the config.
+    size: IrisSize | DeltaIrisSize = INTERPOLATED
+    epochs: Epochs | DeltaIrisEpochs = INTERPOLATED
+    blocks: int = INTERPOLATED
+    reward: str = INTERPOLATED
+    weight_decay: WeightDecay = INTERPOLATED
+    loss_weights: LossWeights = INTERPOLATED
+    revive_updates: int = INTERPOLATED
 
-    @classmethod
-    def from_config(cls, algorithm: Mapping[str, Any]) -> IrisSettings:
-        # What runs did that were saved before these settings existed.
-        algorithm = {"policy_precision": "float32", "bootstrap_frame": False, **algorithm}
-        require_all(cls, algorithm, "iris")
-        names = ("tokenizer", "world_model", "actor_critic")
-        parts = {name: PartSettings.from_config(name, algorithm[name]) for name in names}
-        settings = cls(
-            **parts,
-            imagination_horizon=int(algorithm["imagination_horizon"]),
-            bootstrap_frame=bool(algorithm["bootstrap_frame"]),
-            discount=float(algorithm["discount"]),
-            entropy=float(algorithm["entropy"]),
-            mask_ended=bool(algorithm["mask_ended"]),
-            target_rate=float(algorithm["target_rate"]),
-            collect_epsilon=float(algorithm["collect_epsilon"]),
-            learning_rate=float(algorithm["learning_rate"]),
-            model_precision=str(algorithm["model_precision"]),
-            policy_precision=str(algorithm["policy_precision"]),
-        )
-        if settings.imagined_frames < 2:
-            least = 2 - settings.bootstrap_frame
+    def check(self) -> None:
+        for name in ("tokenizer", "world_model", "actor_critic"):
+            part: PartSettings = getattr(self, name)
+            if part.grad_acc_steps < 1 or part.batch_size % part.grad_acc_steps:
+                raise ConfigError(
+                    f"algorithm.{name}.grad_acc_steps is {part.grad_acc_steps}: "
+                    f"choose a divisor of batch_size ({part.batch_size})"
+                )
+        if self.imagined_frames < 2:
+            least = 2 - self.bootstrap_frame
             raise ConfigError(
                 f"algorithm.imagination_horizon must be at least {least}: the last frame is only used to "
                 "bootstrap"
             )
-        return settings
 
     @property
     def imagined_frames(self) -> int:

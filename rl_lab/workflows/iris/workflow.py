@@ -61,6 +61,7 @@ class IrisActing(WorldModelWorkflow):
     Components tokenizer, world_model, return_computer; controller actor_critic.
     """
 
+    settings_type: type[IrisSettings] = IrisSettings
     has_temperature = True
     dream_flush = 20  # frames, as in eloialonso/iris when a person plays
     imagined_state = ("frame",)
@@ -68,7 +69,7 @@ class IrisActing(WorldModelWorkflow):
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
         self.device = torch.device(context.device)
-        self.settings = IrisSettings.from_config(context.config.algorithm)
+        self.settings = self.settings_type.from_config(context.config.algorithm)
         self.tokenizer = context.component(
             "tokenizer", "encode", "frame_features", "decode", "policy_view", "compute_loss"
         )

@@ -1,17 +1,32 @@
-"""Hyperparameters of World Models, read from `algorithm.*`."""
+"""Hyperparameters of World Models: the keys of `algorithm.*`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal, TypedDict
 
-from rl_lab.errors import ConfigError, reject_unknown, require_choice
+from rl_lab.errors import ConfigError
 from rl_lab.records import EarlyStop
-from rl_lab.workflows.settings import read_loss_scales, require_all
+from rl_lab.utils.settings import INTERPOLATED
+from rl_lab.workflows.settings import Settings
 
-MEMORIES = ("h", "hc", "none")
-LOSSES = ("latent", "reward", "done")
+
+class LossScales(TypedDict, total=False):
+    """Factors of M's losses."""
+
+    latent: float
+    reward: float
+    done: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """Widths, which the parts in the config refer to."""
+
+    latent: int
+    depth: int
+    hidden: int
+    mixtures: int
 
 
 @dataclass(frozen=True)
@@ -21,55 +36,48 @@ class EvolutionSettings:
     episodes: int  # per candidate and generation
     num_envs: int  # run in parallel
     common_episodes: bool
-    early_stop: EarlyStop
-
-    @classmethod
-    def from_config(cls, node: Mapping[str, Any]) -> EvolutionSettings:
-        stop = {str(key): value for key, value in (node["early_stop"] or {}).items()}
-        reject_unknown("algorithm.evolution.early_stop", stop, [item.name for item in fields(EarlyStop)])
-        return cls(
-            episodes=int(node["episodes"]),
-            num_envs=int(node["num_envs"]),
-            common_episodes=bool(node["common_episodes"]),
-            early_stop=EarlyStop(**stop),
-        )
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
+    # For the controller cma_es in the config.
+    population: int = INTERPOLATED
+    sigma: float = INTERPOLATED
+    diagonal: bool = INTERPOLATED
 
 
 @dataclass(frozen=True)
-class WorldModelsSettings:
+class Stages:
+    """Lengths of the phases, which refer to it."""
+
+    collect_steps: int
+    vae_updates: int
+    mdn_updates: int
+    generations: int
+    evaluate_every: int
+    score_steps: int
+    time_limit: int | None
+
+
+@dataclass(frozen=True)
+class WorldModelsSettings(Settings):
     """configs/algorithm/og_wm.yaml describes each field and has the published values."""
+
+    algorithm: ClassVar[str] = "og_wm"
 
     batch_size: int
     batch_length: int
     gradient_limit: float
-    loss_scales: dict[str, float]
+    loss_scales: Annotated[dict[str, float], LossScales]
     done_weight: float
-    memory: str
+    memory: Literal["h", "hc", "none"]
     temperature: float
     imagination_horizon: int
     dream_context: int
     evolution: EvolutionSettings
-
-    @classmethod
-    def from_config(cls, algorithm: Mapping[str, Any]) -> WorldModelsSettings:
-        require_all(cls, algorithm, "og_wm")
-        settings = cls(
-            batch_size=int(algorithm["batch_size"]),
-            batch_length=int(algorithm["batch_length"]),
-            gradient_limit=float(algorithm["gradient_limit"]),
-            loss_scales=read_loss_scales(algorithm, LOSSES, complete=False),
-            done_weight=float(algorithm["done_weight"]),
-            memory=str(algorithm["memory"]),
-            temperature=float(algorithm["temperature"]),
-            imagination_horizon=int(algorithm["imagination_horizon"]),
-            dream_context=int(algorithm["dream_context"]),
-            evolution=EvolutionSettings.from_config(algorithm["evolution"]),
-        )
-        settings.check()
-        return settings
+    # For the parts and phases in the config.
+    size: Size = INTERPOLATED
+    kl_tolerance: float = INTERPOLATED
+    stages: Stages = INTERPOLATED
 
     def check(self) -> None:
-        require_choice("algorithm.memory", self.memory, MEMORIES)
         for name, value in (("temperature", self.temperature), ("done_weight", self.done_weight)):
             if not value > 0.0:
                 raise ConfigError(f"algorithm.{name} must be above 0, not {value}")

@@ -59,6 +59,7 @@ ENCODE_BATCH = 512  # images per call of V in `encode` and `dream_start`
 class OriginalWorldModelsWorkflow(WorldModelWorkflow):
     """Components vae, mdn_rnn; controllers controller, cma_es, explorer; optimizers vae, mdn_rnn."""
 
+    settings_type: type[WorldModelsSettings] = WorldModelsSettings
     phase_settings = ("algorithm.temperature",)
 
     def initialize(self, context: WorkflowContext) -> None:
@@ -67,7 +68,7 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
         self.device = torch.device(context.device)
-        self.settings = WorldModelsSettings.from_config(context.config.algorithm)
+        self.settings = self.settings_type.from_config(context.config.algorithm)
         self.autocast = partial(
             autocast, resolve_precision(str(context.config.training.precision), self.device), self.device
         )

@@ -47,12 +47,13 @@ class TDMPCActing(WorldModelWorkflow):
     critic, policy, planner.
     """
 
+    settings_type: type[TDMPCSettings] = TDMPCSettings
     imagined_state = ("latent",)
 
     def _bind_context(self, context: WorkflowContext) -> None:
         self.spec = context.spec
         self.device = torch.device(context.device)
-        self.settings = s = TDMPCSettings.from_config(context.config.algorithm)
+        self.settings = s = self.settings_type.from_config(context.config.algorithm)
         self.encoder = context.component("encoder", "forward")
         self.dynamics = context.component("dynamics", "forward")
         self.reward_head = context.component("reward_head", "predict", "loss")

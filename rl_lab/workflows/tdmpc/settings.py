@@ -1,17 +1,20 @@
-"""Hyperparameters of TD-MPC, read from `algorithm.*`."""
+"""Hyperparameters of TD-MPC and TD-MPC2: the keys of `algorithm.*`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Annotated, ClassVar, Literal, TypedDict
 
-from rl_lab.errors import ConfigError, reject_unknown, require_choice
-from rl_lab.workflows.settings import read_loss_scales, require_all
+from rl_lab.errors import ConfigError
+from rl_lab.utils.settings import INTERPOLATED
+from rl_lab.workflows.settings import Settings
 
-LOSSES = ("consistency", "reward", "value", "termination")
-BOUNDARIES = ("pad", "within")
-SCHEDULES = ("steps", "min_std", "horizon")
+
+class LossScales(TypedDict):
+    consistency: float
+    reward: float
+    value: float
+    termination: float
 
 
 def discount_for(length: float, *, low: float, high: float, denominator: float = 5.0) -> float:
@@ -38,16 +41,45 @@ class PlanSchedule:
 
 
 @dataclass(frozen=True)
-class TDMPCSettings:
+class Plan:
+    """Of the planner, which refers to it."""
+
+    iterations: int | Literal["auto"]
+    samples: int
+    policy_samples: int
+    elites: int
+    temperature: float
+    min_std: float
+    max_std: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """Widths, which the parts in the config refer to."""
+
+    encoder_units: int
+    encoder_layers: int
+    units: int
+    latent: int
+    members: int
+    bins: int
+    bin_limit: float
+    task_width: int
+
+
+@dataclass(frozen=True)
+class TDMPCSettings(Settings):
     """configs/algorithm/tdmpc2.yaml and tdmpc.yaml describe each field and have the published values."""
+
+    algorithm: ClassVar[str] = "tdmpc2"
 
     learning_rate: float
     batch_size: int
     horizon: int
     sampler: str
-    boundary: Literal["pad", "within"]
     rho: float
-    discount: float | str
+    discount: float | Literal["auto"]
     discount_min: float
     discount_max: float
     episode_length: int | tuple[int, ...]
@@ -58,40 +90,21 @@ class TDMPCSettings:
     scale_values: bool
     episodic: bool
     loss_limit: float
-    loss_scales: dict[str, float]
+    loss_scales: Annotated[dict[str, float], LossScales]
     plan_schedule: PlanSchedule | None
+    boundary: Literal["pad", "within"] = "within"  # the default is that of runs saved before this key existed
+    # For the parts, optimizers and phases in the config.
+    size: Size = INTERPOLATED
+    plan: Plan = INTERPOLATED
+    encoder_rate: float = INTERPOLATED
+    task_width: int = INTERPOLATED
+    seed_steps: int = INTERPOLATED
+    pretrain_updates: int = INTERPOLATED
+    updates_per_env_step: float = INTERPOLATED
 
-    @classmethod
-    def from_config(cls, algorithm: Mapping[str, Any]) -> TDMPCSettings:
-        algorithm = {"boundary": "within", **algorithm}  # of runs that were saved before this key existed
-        require_all(cls, algorithm, "tdmpc2")
-        length = algorithm["episode_length"]
-        per_task = isinstance(length, Sequence)
-        settings = cls(
-            learning_rate=float(algorithm["learning_rate"]),
-            batch_size=int(algorithm["batch_size"]),
-            horizon=int(algorithm["horizon"]),
-            sampler=str(algorithm["sampler"]),
-            boundary=cast(Literal["pad", "within"], str(algorithm["boundary"])),
-            rho=float(algorithm["rho"]),
-            discount="auto" if algorithm["discount"] == "auto" else float(algorithm["discount"]),
-            discount_min=float(algorithm["discount_min"]),
-            discount_max=float(algorithm["discount_max"]),
-            episode_length=tuple(int(item) for item in length) if per_task else int(length),
-            entropy=float(algorithm["entropy"]),
-            max_grad_norm=float(algorithm["max_grad_norm"]),
-            target_rate=float(algorithm["target_rate"]),
-            target_encoder=bool(algorithm["target_encoder"]),
-            scale_values=bool(algorithm["scale_values"]),
-            episodic=bool(algorithm["episodic"]),
-            loss_limit=float(algorithm["loss_limit"]),
-            loss_scales=read_loss_scales(algorithm, LOSSES),
-            plan_schedule=_schedule(algorithm["plan_schedule"]),
-        )
-        require_choice("algorithm.boundary", settings.boundary, BOUNDARIES)
-        if settings.horizon < 1:
-            raise ConfigError(f"algorithm.horizon is {settings.horizon}: set it to at least 1")
-        return settings
+    def check(self) -> None:
+        if self.horizon < 1:
+            raise ConfigError(f"algorithm.horizon is {self.horizon}: set it to at least 1")
 
     def discounts(self, tasks: int) -> list[float]:
         """The discount of each task."""
@@ -106,13 +119,3 @@ class TDMPCSettings:
                 "set one length, or one per task"
             )
         return [discount_for(n, low=self.discount_min, high=self.discount_max) for n in lengths]
-
-
-def _schedule(node: Mapping[str, Any] | None) -> PlanSchedule | None:
-    if not node:
-        return None
-    reject_unknown("algorithm.plan_schedule", node, SCHEDULES)
-    std, horizon = node["min_std"], node["horizon"]
-    return PlanSchedule(
-        int(node["steps"]), (float(std[0]), float(std[1])), (int(horizon[0]), int(horizon[1]))
-    )
