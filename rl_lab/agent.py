@@ -21,6 +21,7 @@ from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.utils.checkpoint.loading import Loaded
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.matching import load_matching, partial_load
+from rl_lab.utils.files import absolute
 from rl_lab.workflows.context import WorldModelComponents
 from rl_lab.workflows.controllers import ControllerManager
 
@@ -199,15 +200,18 @@ def _normalizer(config: Any, spec: Spec, statistics: Any) -> ObservationNormaliz
 
 
 def checkpoint_path(folder: RunFolder, name: str) -> Path:
-    """Return the checkpoint file for a name: last, latest, best, 20000, step_000020000, or a path."""
+    """Return the checkpoint file for a name: last, latest, best, 20000, step_000020000, or a path.
+
+    A relative path starts at the current folder or, if there is no such file, at the run folder.
+    """
     if name in ("last", "latest"):
         return folder.checkpoints  # the newest intact one
     stem = f"step_{int(name):09d}" if name.isdigit() else name.removesuffix(".pt")
     path = folder.checkpoints / f"{stem}.pt"
-    elsewhere = Path(name).expanduser()
     if path.is_file() or path.with_suffix(".json").is_file():  # a manifest may refer to another file
         return path
-    if elsewhere.suffix == ".pt" and elsewhere.is_file():
-        return elsewhere
+    for elsewhere in (absolute(name), folder.path / name):
+        if elsewhere.suffix == ".pt" and elsewhere.is_file():
+            return elsewhere
     known = {file.stem for kind in ("*.pt", "step_*.json") for file in folder.checkpoints.glob(kind)}
     raise CheckpointError(f"no checkpoint '{name}' in {folder.path}.{closest(stem, known)}")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_lab.errors import DISTRIBUTION, ConfigError, LabError, one_line
 from rl_lab.records import Spec
-from rl_lab.utils.files import LOCK_NAME, read_json, write_json_atomic
+from rl_lab.utils.files import LOCK_NAME, absolute, read_json, write_json_atomic
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -122,9 +122,7 @@ class RunFolder:
         self._written.append(file)
 
     def create(self, config: DictConfig, spec: Spec, overrides: list[str]) -> None:
-        """Create the folders and write the files that never change."""
-        from omegaconf import OmegaConf
-
+        """Create the folders, and write the config and the files that never change."""
         for folder in (self.checkpoints, self.tensorboard, self.path / "config", self.path / "scripts"):
             self._make(folder)
         for name in MEDIA:
@@ -134,11 +132,16 @@ class RunFolder:
         self._write(self.path / "config" / "overrides.txt", "\n".join(overrides) + "\n")
         self._write(self.path / "code.txt", code_state())
         self._write_scripts()
-        # Last: a folder with a config.yaml counts as a run.
+        self.save_config(config)  # last: a folder with a config.yaml counts as a run
+        self._written.append(self.config_file)
+
+    def save_config(self, config: DictConfig) -> None:
+        """Write config.yaml; an existing one is replaced in one step, or not at all."""
+        from omegaconf import OmegaConf
+
         temporary = self.path / "config.yaml.part"
         temporary.write_text(OmegaConf.to_yaml(config, resolve=True))
         temporary.replace(self.config_file)
-        self._written.append(self.config_file)
 
     def load_config(self) -> DictConfig:
         from omegaconf import DictConfig, OmegaConf
@@ -229,7 +232,7 @@ def new_run_folder(root: Path, now: datetime | None = None) -> RunFolder:
 def find_run(name: str | Path | None, root: Path) -> RunFolder:
     """Find a run by its folder or a file inside it; None: the newest run under `root`."""
     if name is not None:
-        path = Path(name).expanduser()
+        path = absolute(name)  # the parents of a relative path end at the current folder
         for candidate in (path, *path.parents):
             if (candidate / "config.yaml").is_file():
                 return RunFolder(candidate)

@@ -22,7 +22,7 @@ from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, o
 from rl_lab.utils.checkpoint.loading import Loaded
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.matching import partial_load
-from rl_lab.utils.files import RunLock
+from rl_lab.utils.files import RunLock, absolute
 from rl_lab.utils.logger import ExperimentLogger
 from rl_lab.utils.progress import Progress
 
@@ -63,6 +63,7 @@ def train_config(
         raise ConfigError(
             "launch=pack is for several runs: add --multirun and values such as experiment.seed=0,1"
         )
+    _make_paths_absolute(config)
     run_dir = _run_dir(config)
     if run_dir is not None and run_dir.exists():
         return _resume_existing(run_dir, config, say)
@@ -95,11 +96,22 @@ def resume(
     """Continue a run from its newest intact checkpoint. Only the keys in SAFE_ON_RESUME may change."""
     folder = RunFolder(run)
     config = _load_saved(folder, say)
+    _make_paths_absolute(config)
     before = OmegaConf.to_container(config)
     for override in overrides:
         path, _, value = override.lstrip("+").partition("=")
         change_key(config, path, value)
+    _make_paths_absolute(config)
     return _resume_changed(folder, before, config, say)
+
+
+def _make_paths_absolute(config: DictConfig) -> None:
+    """Make the paths of saved data absolute: a run may be resumed from another folder than it was started in."""
+    stored = [f"buffers.{name}.path" for name in config.get("buffers") or {}]
+    for key in ("load.path", "training.resume_path", *stored):
+        value = select(config, key)
+        if value and isinstance(value, str):
+            OmegaConf.update(config, key, str(absolute(value)))
 
 
 def _run_dir(config: DictConfig) -> RunFolder | None:
@@ -116,6 +128,7 @@ def _run_dir(config: DictConfig) -> RunFolder | None:
 def _resume_existing(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
     """Resume because the command was repeated with the same run folder."""
     saved = _load_saved(folder, say)
+    _make_paths_absolute(saved)
     resolve_config(config, folder.load_spec())
     return _resume_changed(folder, OmegaConf.to_container(saved), config, say)
 
@@ -143,11 +156,16 @@ def _resume_changed(
         if path not in ("run_dir", "output_root"):
             say(f"resume: {path}: {old!r} -> {new!r}")
     with RunLock(folder.path):
-        return _run(folder, config, say)
+        return _run(folder, config, say, changed=bool(differences))
 
 
-def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
-    """Build the run, restore its checkpoint if it has one, and train. The caller holds the lock."""
+def _run(
+    folder: RunFolder, config: DictConfig, say: Callable[[str], None], *, changed: bool = False
+) -> RunResult:
+    """Build the run, restore its checkpoint if it has one, and train. The caller holds the lock.
+
+    changed: config.yaml has other values; it is written once the run could be built and restored
+    """
     say = ignore_output_errors(say)
     keep = config.training.checkpoint
     checkpoints = CheckpointManager(
@@ -173,12 +191,15 @@ def _run(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> R
         say(f"run folder: {folder.path}")
         run = _build(config, folder.load_spec(), logger, checkpoints, progress)
         run.orchestrator.info = {"config": to_plain(config), "spec": run.spec.to_dict()}
-        if config.load.path:
+        if config.load.path and loaded is None:  # a checkpoint has the weights that became of them
             _load_weights(config, run)
         if loaded is not None:
             empty = checkpoints.restore_buffers(loaded, run.context.buffers)
             run.orchestrator.restore(loaded.state, empty_buffers=empty)
             say(f"resumed at step {loaded.state['global_step']} from {loaded.path}")
+        if changed:
+            with _report_write_errors(folder):
+                folder.save_config(config)
         if config.training.profile:
             from rl_lab.orchestration.diagnostics import Trace
 

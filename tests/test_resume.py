@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 import rl_lab
+from rl_lab.errors import LabError
+from rl_lab.run_folder import RunFolder
 from rl_lab.training import resume
 from tests.same_run import assert_same_run, stopped_at
 
@@ -52,6 +54,39 @@ def test_resumed_run_equals_uninterrupted_run(name: str, tmp_path: Path, monkeyp
     assert half.interrupted
     resume(tmp_path / "half")
     assert_same_run(tmp_path / "whole", tmp_path / "half")
+
+
+def test_changes_on_resume_are_kept_for_the_next_resume(tmp_path: Path, monkeypatch):
+    run = tmp_path / "run"
+    words = [*RUNS["dreamer"], *QUIET, "training.total_timesteps=40"]
+    rl_lab.train(None, [*words, f"run_dir={run}"])
+    with stopped_at(monkeypatch, 60):  # as after a crash: before the new total is reached
+        assert resume(run, ["training.total_timesteps=80", "training.log.every_env_steps=20"]).interrupted
+    config = RunFolder(run).load_config()
+    assert (config.training.total_timesteps, config.training.log.every_env_steps) == (80, 20)
+    assert resume(run).counters["env_steps"] == 80
+    # The first command again states the old values: they become the run's again.
+    said: list[str] = []
+    rl_lab.train(None, [*words, f"run_dir={run}"], say=said.append)
+    assert "resume: training.total_timesteps: 80 -> 40" in said
+    assert RunFolder(run).load_config().training.total_timesteps == 40
+
+
+def test_refused_changes_on_resume_are_not_kept(tmp_path: Path):
+    run = tmp_path / "run"
+    rl_lab.train(None, [*RUNS["random"], *QUIET, "training.total_timesteps=20", f"run_dir={run}"])
+    before = (run / "config.yaml").read_text()
+    refused = {
+        "algorithm.batch_size=3": "cannot become 3",
+        "training.total_timesteps=many": "total_timesteps",
+        "environment.restarts={limit: -1}": "restarts",  # found only when the run is built
+        "experiment.device=cuda:99": "cuda",
+    }
+    for word, text in refused.items():
+        with pytest.raises(LabError, match=text):
+            resume(run, ["training.total_timesteps=40", word])
+        assert (run / "config.yaml").read_text() == before
+    assert sorted(path.name for path in run.glob("config.yaml*")) == ["config.yaml"]
 
 
 def start(folder: Path, *words: str, **options: Any) -> subprocess.Popen:

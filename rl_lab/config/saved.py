@@ -38,7 +38,7 @@ SAFE_ON_RESUME = (
     "environment.video_every",
     "buffers.*.storage",
     "buffers.*.folder",
-    "buffers.offline.path",
+    "buffers.*.path",
     "environment.eval",
     "run_dir",
     "output_root",

@@ -111,6 +111,11 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def absolute(path: Path | str) -> Path:
+    """Return a path that does not depend on the current folder, with `~` replaced; links are kept."""
+    return Path(os.path.expanduser(path)).absolute()
+
+
 def inside(folder: Path, path: Path | str) -> Path:
     """Return `path` below `folder` with links resolved; ConfigError when it is outside the folder."""
     root = folder.resolve()

@@ -25,6 +25,7 @@ from rl_lab.utils.checkpoint.manifest import (
     state_problem,
 )
 from rl_lab.utils.checkpoint.saveable import load_data
+from rl_lab.utils.files import absolute
 
 Warn = Callable[[str], None]
 
@@ -104,7 +105,7 @@ def load_checkpoint(
     weights: load only the weights, so replay is not checked and weights-only checkpoints are accepted.
     on_damaged_replay: see ON_DAMAGED_REPLAY; damaged files are then listed in `Loaded.damaged`.
     """
-    path = Path(path)
+    path = absolute(path)
     if path.is_dir():
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         return _load_newest(folder, weights, on_damaged_replay, on_warning)

@@ -104,7 +104,7 @@ def replay_problems(folder: Path, manifest: Mapping[str, Any]) -> dict[str, dict
 
 def _file_problem(folder: Path, path: Path, facts: Mapping[str, int]) -> str:
     try:
-        path = inside(folder, path)
+        path = inside(folder, path.absolute())
         size = path.stat().st_size
         if size != facts["bytes"]:
             return f"{path} has {size} bytes instead of {facts['bytes']}"
