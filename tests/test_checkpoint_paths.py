@@ -69,7 +69,7 @@ def test_checkpoint_name_is_also_a_path_in_the_run_folder(root: Path, monkeypatc
     folder = RunFolder(root / "runs" / "one")
     monkeypatch.chdir(tmp_path)  # the run is elsewhere
     assert checkpoint_path(folder, "checkpoints/best.pt") == folder.checkpoints / "best.pt"
-    with pytest.raises(CheckpointError, match="no checkpoint 'checkpoints/bset.pt'"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint 'checkpoints/bset\.pt'"):
         checkpoint_path(folder, "checkpoints/bset.pt")
 
 

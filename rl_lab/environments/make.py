@@ -33,6 +33,7 @@ from rl_lab.environments.suites.gym import nearest
 from rl_lab.environments.vector import VectorEnv, default_workers
 from rl_lab.environments.wrappers import (
     ActionRepeat,
+    CheckedReturns,
     DictObservation,
     RenderedPixels,
     Resize,
@@ -96,6 +97,7 @@ class EnvFactory:
         env = self._make(adapter, {key: getattr(self, key) for key in handled}, render or bool(self.pixels))
         if limit is not None:
             env = without_time_limit(env)
+        env = CheckedReturns(env)
         if repeat > 1:
             env = ActionRepeat(env, repeat)
         if limit is not None:

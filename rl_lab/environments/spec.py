@@ -32,7 +32,6 @@ from rl_lab.records import ActionSpec, ArraySpec, Spec
 NUMERIC_KINDS = "biuf"  # dtype kinds: bool, integers, floats
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _PLAIN = (float, int)
-_TEXT = (str, bytes)
 
 Convert = Callable[[Any], np.ndarray]
 Path = tuple[Hashable, ...]
@@ -218,11 +217,17 @@ def _one_hot_reader(name: str, counts: np.ndarray, starts: np.ndarray) -> tuple[
     # First column of each variable minus its start: adding the value gives the column.
     columns = np.concatenate([[0], np.cumsum(counts)[:-1]]) - starts
     width = int(counts.sum())
+    ends = starts + counts
 
     def convert(value: Any) -> np.ndarray:
-        choices = np.asarray(value).reshape(-1)
+        choices = numeric_array(name, value).reshape(-1)
         if choices.shape != columns.shape:
             raise UnusableRow(f"observation '{name}' has {choices.size} integers, not {columns.size}")
+        choices = integer_array(name, choices, np.int64)
+        # NumPy would count a negative index from the end, and a large one may be a column of the next variable.
+        if (choices < starts).any() or (choices >= ends).any():
+            limits = ", ".join(f"{low} to {high - 1}" for low, high in zip(starts, ends))
+            raise UnusableRow(f"observation '{name}' is {reprlib.repr(choices.tolist())}, not in {limits}")
         vector = np.zeros(width, np.float32)
         vector[columns + choices] = 1.0
         return vector
@@ -257,14 +262,17 @@ def shaped_array(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def integer_array(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """Convert an array to an integer dtype; raise UnusableRow if a value is out of its range."""
+    """Convert an array to an integer dtype; raise UnusableRow if a value is out of its range or a fraction."""
     if array.dtype == dtype:
         return array
     limits = np.iinfo(dtype)
     # This form of the condition also rejects NaN.
     if array.size and not (array.min() >= limits.min and array.max() <= limits.max):
         raise UnusableRow(f"observation '{name}' has values outside {limits.min} to {limits.max}")
-    return array.astype(dtype)
+    integers = array.astype(dtype)
+    if array.dtype.kind == "f" and (integers != array).any():  # an image in [0, 1] would become black
+        raise UnusableRow(f"observation '{name}' has fractions, but its space has dtype {np.dtype(dtype)}")
+    return integers
 
 
 def finite_number(name: str, value: Any) -> float:
@@ -279,10 +287,23 @@ def finite_number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Convert a flag to bool; raise UnusableRow for text, since even "no" is true in Python."""
-    if isinstance(value, _TEXT):
+    """Convert a flag to bool; raise UnusableRow for text, NaN and arrays: even "no" is true in Python."""
+    if value is True or value is False or value is None:
+        return bool(value)
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in NUMERIC_KINDS or array.item() not in (0, 1):
         raise UnusableRow(f"{name} is {reprlib.repr(value)}, not true or false")
-    return bool(value)
+    return bool(array.item())
+
+
+def returned_values(call: str, result: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the result of reset() or step(); raise UnusableRow unless it has these values, with a dict as info."""
+    if not isinstance(result, tuple | list) or len(result) != len(names):
+        count = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
+        raise UnusableRow(f"{call}() returned {count}, not ({', '.join(names)})")
+    if not isinstance(result[-1], Mapping):
+        raise UnusableRow(f"info is a {type(result[-1]).__name__}, not a dict")
+    return tuple(result)
 
 
 class ObservationCheck:

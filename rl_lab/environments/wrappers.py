@@ -19,6 +19,7 @@ an episode as `log/raw_return`. Integer observations need no wrapper: they are a
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,8 +33,10 @@ from rl_lab.environments.spec import (
     action_mapping,
     action_space,
     finite_number,
+    flag,
     observation_leaves,
     observation_space,
+    returned_values,
 )
 from rl_lab.errors import ConfigError, closest, one_line
 from rl_lab.records import ArraySpec
@@ -45,10 +48,26 @@ StepResult = tuple[Any, Any, bool, bool, dict[str, Any]]
 def add_log(log: dict[str, float], info: Mapping[str, Any]) -> None:
     """Add the `log/` infos of a step to the sums of an episode; values that are not finite are ignored."""
     for key, value in info.items():
-        if key.startswith(LOG_PREFIX):
-            number = float(value)
+        if isinstance(key, str) and key.startswith(LOG_PREFIX):
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                raise UnusableRow(f"info['{key}'] is {reprlib.repr(value)}, not a number") from None
             if math.isfinite(number):
                 log[key] = log.get(key, 0.0) + number
+
+
+class CheckedReturns(gymnasium.Wrapper):
+    """Checks what reset() and step() of an environment return, except for the observation: see `spec`."""
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = returned_values("reset", self.env.reset(**kwargs), ("obs", "info"))
+        return obs, info
+
+    def step(self, action: Any) -> StepResult:
+        names = ("obs", "reward", "terminated", "truncated", "info")
+        obs, reward, terminated, truncated, info = returned_values("step", self.env.step(action), names)
+        return obs, reward, flag("terminated", terminated), flag("truncated", truncated), info
 
 
 class ActionRepeat(gymnasium.Wrapper):

@@ -248,6 +248,7 @@ class Spoils(Base):
         "position missing",
         "camera 300",
         "camera nan",
+        "camera fractions",
         "reward nan",
         "reward infinite",
         "reward overflow",
@@ -255,6 +256,13 @@ class Spoils(Base):
         "reward text",
         "reward object",
         "terminated text",
+        "terminated nan",
+        "terminated array",
+        "truncated list",
+        "info None",
+        "info text",
+        "values four",
+        "values none",
         "exit",
         "log nan",
     )
@@ -308,14 +316,19 @@ class Spoils(Base):
         elif what == "reward":
             reward = self.REWARDS[how]
         elif what == "terminated":
-            terminated = "no"
+            terminated = {"text": "no", "nan": float("nan"), "array": np.zeros(2, bool)}[how]
         elif how == "missing":
             del obs["position"]
         elif what == "position":
             obs["position"] = self.POSITIONS[how]
         elif what == "camera":
-            obs["camera"] = np.full((4, 4, 3), 300 if how == "300" else np.nan)
-        return obs, reward, terminated, self.count >= 9, info
+            obs["camera"] = np.full((4, 4, 3), {"300": 300, "nan": np.nan, "fractions": 0.5}[how])
+        elif what == "info":
+            info = {"None": None, "text": {"log/odd": "many"}}[how]
+        elif what == "values":
+            return (obs, reward, terminated, info) if how == "four" else None
+        truncated = [] if what == "truncated" else self.count >= 9
+        return obs, reward, terminated, truncated, info
 
 
 class Exits(Base):

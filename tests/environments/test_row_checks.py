@@ -4,11 +4,20 @@ import sys
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from rl_lab.environments import make_env
 from rl_lab.environments.env_runner import EnvRunner, StepArrays
 from rl_lab.environments.make import env_factory
-from rl_lab.environments.spec import UnusableRow, finite_number, flag, integer_array, shaped_array, spec_of
+from rl_lab.environments.spec import (
+    UnusableRow,
+    finite_number,
+    flag,
+    integer_array,
+    observation_leaves,
+    shaped_array,
+    spec_of,
+)
 from rl_lab.environments.wrappers import ActionRepeat
 from rl_lab.errors import ConfigError, EnvironmentFaultError, LabError
 from tests.environments import sample_envs
@@ -30,6 +39,7 @@ TEXTS = {
     "position missing": "observation 'position' cannot be read (KeyError: 'position')",
     "camera 300": NOT_BYTES,
     "camera nan": NOT_BYTES,
+    "camera fractions": "observation 'camera' has fractions, but its space has dtype uint8",
     "reward nan": NOT_NUMBER.format("nan"),
     "reward infinite": NOT_NUMBER.format("-inf"),
     "reward overflow": NOT_NUMBER.format("1e+300"),
@@ -37,6 +47,13 @@ TEXTS = {
     "reward text": NOT_NUMBER.format("'1'"),
     "reward object": NOT_NUMBER.format("array(None, dtype=object)"),
     "terminated text": "terminated is 'no', not true or false",
+    "terminated nan": "terminated is nan, not true or false",
+    "terminated array": "terminated is array([False, False]), not true or false",
+    "truncated list": "truncated is [], not true or false",
+    "info None": "info is a NoneType, not a dict",
+    "info text": "info['log/odd'] is 'many', not a number",
+    "values four": "step() returned 4 values, not (obs, reward, terminated, truncated, info)",
+    "values none": "step() returned a NoneType, not (obs, reward, terminated, truncated, info)",
 }
 quiet_casts = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 
@@ -157,7 +174,7 @@ def test_wrapper_does_not_hide_infinite_reward():
         {"wrappers": {"reward_sign": True}},
         {"action_repeat": 2},
     ):
-        for trouble in ("reward infinite", "reward None", "reward text"):
+        for trouble in ("reward infinite", "reward None", "reward text", "terminated array", "values four"):
             with spoils(num_envs=1, workers=0, **options) as env:
                 env.reset()
                 _, infos = act(env, trouble)
@@ -187,9 +204,45 @@ def test_accepted_rewards_flags_and_arrays():
     with pytest.raises(UnusableRow, match=r"'x' has shape \(6,\), not \(3, 2\)"):
         shaped_array("x", np.zeros(6), (3, 2))
     assert integer_array("x", np.array([0, 255]), np.uint8).tolist() == [0, 255]
+    assert integer_array("x", np.array([0.0, 255.0]), np.uint8).tolist() == [0, 255]
     for value in (256, -1, np.inf):
         with pytest.raises(UnusableRow, match="outside 0 to 255"):
             integer_array("x", np.array([value]), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (-1, r"is \[-1\], not in 0 to 2"),  # NumPy's last column
+        (3, r"is \[3\], not in 0 to 2"),
+        (0.5, "has fractions"),
+        (float("nan"), "has values outside"),
+        ("1", "has dtype <U1"),
+        ([0, 1], "has 2 integers, not 1"),
+    ],
+)
+def test_unusable_discrete_observation(value, text):
+    (leaf,) = observation_leaves(spaces.Discrete(3))
+    assert leaf.convert(np.int64(2)).tolist() == [0, 0, 1]
+    with pytest.raises(UnusableRow, match=rf"^observation 'vector' {text}"):
+        leaf.convert(value)
+
+
+def test_unusable_multi_discrete_observation_is_not_written_to_the_next_variable():
+    (leaf,) = observation_leaves(spaces.MultiDiscrete([2, 3], start=[1, 0]))
+    assert leaf.convert([2, 0]).tolist() == [0, 1, 1, 0, 0]
+    for value in ([3, 0], [0, 0], [1, 3]):
+        with pytest.raises(UnusableRow, match=r"not in 1 to 2, 0 to 2$"):
+            leaf.convert(value)
+
+
+def test_reset_of_the_old_gym_interface_is_named():
+    class Old(sample_envs.Base):
+        def reset(self, *, seed=None, options=None):
+            return super().reset(seed=seed)[0]  # without info
+
+    with pytest.raises(LabError, match=r"^environment 0 returned an unusable row: reset\(\) returned a nd"):
+        make_env(Old, 1, workers=0).reset()
 
 
 @quiet_casts
