@@ -17,6 +17,7 @@ from rl_lab.config.checks import check_config
 from rl_lab.config.compose import change_key, compose_config, resolve_config, select, to_plain, unread
 from rl_lab.config.saved import check_same_config, check_same_spec, drop_unread, refuse_unsafe
 from rl_lab.errors import CheckpointError, ConfigError, LabError, unexpected
+from rl_lab.orchestration.update_check import UpdateWatch, check_updates
 from rl_lab.records import Spec
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
 from rl_lab.utils.checkpoint.loading import Loaded
@@ -25,6 +26,7 @@ from rl_lab.utils.checkpoint.matching import partial_load
 from rl_lab.utils.files import RunLock, absolute
 from rl_lab.utils.logger import ExperimentLogger
 from rl_lab.utils.progress import Progress
+from rl_lab.workflows.base import WorldModelWorkflow
 
 
 @dataclass
@@ -200,6 +202,9 @@ def _run(
         if changed:
             with _report_write_errors(folder):
                 folder.save_config(config)
+        if loaded is None:
+            _check_updates(config, run)
+        run.orchestrator.watch = UpdateWatch(run.orchestrator.storage)
         if config.training.profile:
             from rl_lab.orchestration.diagnostics import Trace
 
@@ -209,6 +214,8 @@ def _run(
         _describe_memory(run, say)
         with progress:
             run.orchestrator.run()
+        if not run.orchestrator.interrupted:
+            run.orchestrator.watch.finished(run.orchestrator.scheduler)
     except LabError:
         raise
     except Exception as error:
@@ -303,6 +310,21 @@ def _load_weights(config: DictConfig, run: Run) -> None:
     normalizer = getattr(run.context.train_environment, "normalizer", None)
     if statistics is not None and normalizer is not None:
         normalizer.set_state(statistics)  # the weights were trained with these statistics
+
+
+def _check_updates(config: DictConfig, run: Run) -> None:
+    """Raise ConfigError if the run would end without an update."""
+    storage, scheduler = run.orchestrator.storage, run.orchestrator.scheduler
+    check_updates(
+        scheduler.phases,
+        storage.hooks,
+        storage.buffers,
+        num_envs=int(config.environment.num_envs),
+        total_timesteps=scheduler.total_timesteps,
+        time_limit=config.environment.get("time_limit"),
+        steps_known=type(run.workflow).collect_step is WorldModelWorkflow.collect_step,
+        collects_only=bool(config.load.path),
+    )
 
 
 def _describe_memory(run: Run, say: Callable[[str], None]) -> None:

@@ -27,6 +27,7 @@ from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import Cadences, Every, HookUse, PhaseDefinition
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
+from rl_lab.orchestration.update_check import UpdateWatch
 from rl_lab.orchestration.updates import Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep, Workflow
 from rl_lab.utils.checkpoint.manager import CheckpointManager
@@ -66,6 +67,7 @@ class Orchestrator:
     checkpoints: CheckpointManager | None = None
     evaluator: Evaluator | None = None
     trace: Trace | None = None
+    watch: UpdateWatch | None = None
     info: Mapping[str, Any] = field(default_factory=dict)  # added to the manifest of every checkpoint
     say: Callable[[str], None] = print
     interrupted: bool = False
@@ -139,6 +141,8 @@ class Orchestrator:
             self._reported_shortages.add(name)
             shortage = self.storage.shortage(name, phase) if self.storage is not None else "no buffers"
             self.say(f"{name} waits for data: {shortage}")
+        if self.watch is not None:
+            self.watch.collected(finished, self.scheduler, phase)
 
     def _explain_first_failure(self, action: str, phase: PhaseDefinition, error: Exception) -> None:
         """Raise ConfigError if the first call of an action failed with an error that nobody foresaw."""
