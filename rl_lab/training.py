@@ -315,6 +315,8 @@ def _load_weights(config: DictConfig, run: Run) -> None:
 def _check_updates(config: DictConfig, run: Run) -> None:
     """Raise ConfigError if the run would end without an update."""
     storage, scheduler = run.orchestrator.storage, run.orchestrator.scheduler
+    if storage is None:
+        return
     check_updates(
         scheduler.phases,
         storage.hooks,
@@ -322,7 +324,7 @@ def _check_updates(config: DictConfig, run: Run) -> None:
         num_envs=int(config.environment.num_envs),
         total_timesteps=scheduler.total_timesteps,
         time_limit=config.environment.get("time_limit"),
-        steps_known=type(run.workflow).collect_step is WorldModelWorkflow.collect_step,
+        steps_known=run.orchestrator.own_collect_step is None,
         collects_only=bool(config.load.path),
     )
 

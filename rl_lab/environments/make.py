@@ -36,10 +36,11 @@ from rl_lab.environments.wrappers import (
     CheckedReturns,
     DictObservation,
     RenderedPixels,
-    Resize,
+    Size,
     StandardAction,
     TimeLimit,
     add_wrappers,
+    resized,
     without_time_limit,
 )
 from rl_lab.errors import ConfigError, LabError, MissingPackageError, install_line
@@ -78,7 +79,7 @@ class EnvFactory:
     name: str
     module: str
     task: Any
-    size: tuple[int, int] | None = None
+    size: Size = None
     action_repeat: int | None = None
     time_limit: int | None = None
     pixels: bool | str = False
@@ -94,7 +95,10 @@ class EnvFactory:
         limit = None if "time_limit" in handled else self.time_limit
         size = None if "size" in handled else self.size
 
-        env = self._make(adapter, {key: getattr(self, key) for key in handled}, render or bool(self.pixels))
+        settings = {key: getattr(self, key) for key in handled}
+        if settings.get("size") == "auto":
+            settings["size"] = None  # the default of the suite
+        env = self._make(adapter, settings, render or bool(self.pixels))
         if limit is not None:
             env = without_time_limit(env)
         env = CheckedReturns(env)
@@ -105,8 +109,7 @@ class EnvFactory:
         if self.pixels:
             env = RenderedPixels(env, keep=self.pixels == "both", size=size)
         env = DictObservation(env, self.observations)
-        if size is not None:
-            env = Resize(env, size)
+        env = resized(env, size)
         env = add_wrappers(env, self.wrappers)
         return StandardAction(env)
 
@@ -135,7 +138,7 @@ def make_env(
     *,
     workers: int | None = None,
     seed: int = 0,
-    size: int | Sequence[int] | None = None,
+    size: int | str | Sequence[int] | None = None,
     action_repeat: int | None = None,
     time_limit: int | None = None,
     render: bool = False,
@@ -157,7 +160,8 @@ def make_env(
                    ("gym:my_env:MyEnv", "my_env:make"), or a function that returns a gymnasium.Env
     workers:       number of worker processes; 0: step in this process; None: automatic
     seed:          seed of the run, from which the seed of every episode is derived
-    size:          height and width of images (one integer: square)
+    size:          height and width of images (one integer: square); "auto": 64×64 unless image encoders can take
+                   them as they are (see `wrappers.automatic_size`); None: not resized
     action_repeat: environment steps per decision; None: the suite's default (Atari 4, others 1)
     time_limit:    decisions after which an episode is truncated; replaces the limit of a registered id
     render:        enable `render()` of environment 0
@@ -211,7 +215,7 @@ def probe_spec(
     num_envs: int = 1,
     *,
     workers: int | None = None,
-    size: int | Sequence[int] | None = None,
+    size: int | str | Sequence[int] | None = None,
     action_repeat: int | None = None,
     time_limit: int | None = None,
     **options: Any,
@@ -225,7 +229,7 @@ def probe_spec(
 def env_factory(
     task: Task,
     *,
-    size: int | Sequence[int] | None = None,
+    size: int | str | Sequence[int] | None = None,
     action_repeat: int | None = None,
     time_limit: int | None = None,
     **options: Any,
@@ -264,7 +268,7 @@ def suites() -> dict[str, str]:
 def _factory(
     task: Task,
     *,
-    size: int | Sequence[int] | None,
+    size: int | str | Sequence[int] | None,
     pixels: bool | str = False,
     observations: Sequence[str] | None = None,
     wrappers: Mapping[str, Any] | None = None,
@@ -396,12 +400,13 @@ def _check(
         raise ConfigError(f"environment.timeout={timeout!r} must be above 0 seconds, or null for no limit")
 
 
-def _pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
-    if size is None:
-        return None
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or min(pair) < 1:
-        raise ConfigError(f"environment.size={size!r}: use one integer, or height and width")
+def _pair(size: int | str | Sequence[int] | None) -> Size:
+    if size is None or size == "auto":
+        return size  # type: ignore[return-value]
+    sides = size if isinstance(size, Sequence) else (size, size)
+    pair: tuple[Any, ...] = tuple(sides)
+    if len(pair) != 2 or not all(isinstance(side, int) and side >= 1 for side in pair):
+        raise ConfigError(f"environment.size={size!r}: use one integer, height and width, or auto")
     return int(pair[0]), int(pair[1])
 
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 import reprlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -118,19 +118,38 @@ def without_time_limit(env: gymnasium.Env) -> gymnasium.Env:
     return env
 
 
+# environment.size: height and width; "auto": see `automatic_size`; None: images are not resized
+Size = tuple[int, int] | Literal["auto"] | None
+SIZE_DIVISOR = 16  # image encoders halve images four times
+MAX_AUTOMATIC_SIDE = 128
+
+
+def automatic_size(sizes: Collection[tuple[int, ...]]) -> tuple[int, int] | None:
+    """Return the size that images with these heights and widths are resized to; None: they are kept.
+
+    They are kept if they have one size with sides of at most 128 that are divisible by 16, as image encoders need it;
+    otherwise they become 64×64, the size of most published results.
+    """
+    if len(set(sizes)) == 1:
+        (size,) = set(sizes)
+        if all(side % SIZE_DIVISOR == 0 and side <= MAX_AUTOMATIC_SIDE for side in size):
+            return None
+    return (64, 64)
+
+
 class RenderedPixels(gymnasium.ObservationWrapper):
     """Replaces the observation with the rendered frame, or (`keep`) adds the frame to it as `image`.
 
-    size: height and width of the result; scaling (H, W, 3) here avoids the transpositions of `Resize`
+    size: of the result; scaling (H, W, 3) here avoids the transpositions of `Resize`
     """
 
-    def __init__(self, env: gymnasium.Env, keep: bool, size: tuple[int, int] | None = None) -> None:
+    def __init__(self, env: gymnasium.Env, keep: bool, size: Size = None) -> None:
         super().__init__(env)
         self.keep = keep
-        self.size = size
-        env.reset(
-            seed=0
-        )  # the size is only known from a frame, and most environments render only after a reset
+        self.size: tuple[int, int] | None = None
+        # The size is only known from a frame, and most environments render only after a reset.
+        env.reset(seed=0)
+        self.size = automatic_size([self._frame().shape[:2]]) if size == "auto" else size
         frame = self._frame()
         image = spaces.Box(0, 255, frame.shape, np.uint8)
         if keep and isinstance(env.observation_space, spaces.Dict):
@@ -186,12 +205,9 @@ class Resize(gymnasium.ObservationWrapper):
 
     def __init__(self, env: gymnasium.Env, size: tuple[int, int]) -> None:
         super().__init__(env)
-        assert isinstance(env.observation_space, spaces.Dict)
         self.size = size
-        specs = {
-            name: ArraySpec(box.shape or (), str(box.dtype)) for name, box in env.observation_space.items()
-        }
-        images = [name for name, spec in specs.items() if spec.dtype == "uint8" and len(spec.shape) == 3]
+        specs = _specs(env)
+        images = [name for name, spec in specs.items() if _is_image(spec)]
         if not images:
             raise ConfigError(
                 f"environment.size={size} needs an image, and the observations are {sorted(specs)}: remove size, or set "
@@ -205,6 +221,14 @@ class Resize(gymnasium.ObservationWrapper):
     def observation(self, observation: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         resized = {name: resize(observation[name], self.size) for name in self._images}
         return {**observation, **resized}
+
+
+def resized(env: gymnasium.Env, size: Size) -> gymnasium.Env:
+    """Add `Resize` where this size needs it; env: with a flat dict observation."""
+    if size == "auto":
+        sizes = [spec.shape[1:] for spec in _specs(env).values() if _is_image(spec)]
+        size = automatic_size(sizes) if sizes else None
+    return env if size is None else Resize(env, size)
 
 
 def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:

@@ -115,3 +115,12 @@ def test_vae_error_messages():
         ConvVAE(spec=image_spec(3, 96, 96))
     with pytest.raises(ConfigError, match=r"environment\.pixels=true"):
         ConvVAE(spec=Spec("cart", {"vector": ArraySpec((4,), "float32")}, ACTION))
+
+
+def test_vae_that_would_ignore_an_observation_is_refused():
+    both = {"camera": ArraySpec((3, 64, 64), "uint8"), "joints": ArraySpec((4,), "float32")}
+    with pytest.raises(
+        ConfigError, match=r"^components.vae reads images only and would ignore joints: choose"
+    ):
+        ConvVAE(spec=Spec("arm", both, ACTION))
+    assert ConvVAE(spec=Spec("arm", both, ACTION), latent=4, depth=2, keys=["camera"]).keys == ["camera"]

@@ -3,7 +3,12 @@ import torch
 
 from rl_lab.components.nn.symlog import symlog
 from rl_lab.components.representation_learners.decoders import DictDecoder
-from rl_lab.components.representation_learners.encoders import DictEncoder, MLPEncoder, dict_embed_dim
+from rl_lab.components.representation_learners.encoders import (
+    DictEncoder,
+    ImageEncoder,
+    MLPEncoder,
+    dict_embed_dim,
+)
 from rl_lab.components.representation_learners.identity import IdentityRepresentation
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Spec
@@ -104,6 +109,33 @@ def test_encoder_error_messages():
         MLPEncoder(spec=spec_of(VECTOR), units=8, input_dim=9)
     with pytest.raises(ConfigError, match="no vector"):
         MLPEncoder(spec=spec_of(IMAGE), units=8)
+
+
+def test_encoder_that_would_ignore_an_observation_is_refused():
+    spec = spec_of({**VECTOR, **IMAGE})
+    with pytest.raises(
+        ConfigError, match=r"^components.encoder reads vectors only and would ignore image: use"
+    ):
+        MLPEncoder(spec=spec, units=8)
+    with pytest.raises(ConfigError, match="reads images only and would ignore count, position"):
+        ImageEncoder(spec=spec, depth=2)
+    with pytest.raises(ConfigError, match="would ignore image"):  # keys that name it
+        MLPEncoder(spec=spec, units=8, keys=["position", "image"])
+    with pytest.raises(ConfigError, match=r"components.encoder.keys.*positon"):
+        MLPEncoder(spec=spec, units=8, keys=["positon"])
+    assert MLPEncoder(spec=spec, units=8, keys=["position"]).keys == ["position"]
+    assert ImageEncoder(spec=spec, depth=2, keys=["image"]).keys == ["image"]
+
+
+def test_dict_encoder_of_vectors_has_the_weights_and_numbers_of_the_mlp_encoder():
+    spec = spec_of(VECTOR)
+    encoders = []
+    for kind, sizes in ((MLPEncoder, {"units": 8}), (DictEncoder, {"units": 8, "depth": 2})):
+        torch.manual_seed(3)
+        encoders.append(kind(spec=spec, **sizes))
+    assert all(torch.equal(a, b) for a, b in zip(*(list(e.parameters()) for e in encoders), strict=True))
+    obs = observations_of(spec, 5)
+    assert torch.equal(encoders[0](obs), encoders[1](obs))
 
 
 def test_keys_select_observations():

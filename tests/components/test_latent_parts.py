@@ -232,3 +232,18 @@ def test_compiled_pointwise_functions():
             results.append((y.detach(), *torch.autograd.grad(loss, [x, *mlp.parameters()])))
         for plain, compiled in zip(*results):
             assert torch.allclose(plain, compiled, rtol=1e-4, atol=1e-5)
+
+
+def test_encoder_that_would_ignore_an_observation_is_refused():
+    both = {"camera": ArraySpec((3, 64, 64), "uint8"), "joints": ArraySpec((4,), "float32")}
+    spec = Spec("arm", both, ACTION)
+    with pytest.raises(
+        ConfigError, match=r"^components.encoder reads vectors only and would ignore camera: TD-MPC"
+    ):
+        LatentEncoder(spec=spec, latent=16, units=8)
+    with pytest.raises(ConfigError, match="reads images only and would ignore joints"):
+        LatentImageEncoder(spec=spec, latent=16)
+    assert LatentEncoder(spec=spec, latent=16, units=8, keys=["joints"]).keys == ["joints"]
+    assert LatentImageEncoder(spec=spec, latent=16, keys=["camera"]).keys == ["camera"]
+    tasks = {"camera": both["camera"], "task": ArraySpec((2,), "float32")}
+    assert LatentImageEncoder(spec=Spec("arms", tasks, ACTION), latent=16).keys == ["camera"]

@@ -153,6 +153,11 @@ def test_tokenizer_error_messages():
     vector = Spec("v", {"vector": ArraySpec((3,), "float32")}, SPEC.action)
     with pytest.raises(ConfigError, match="one image"):
         frame_key(vector)
+    both = Spec("arm", {"camera": ArraySpec((3, 8, 8), "uint8"), **vector.observations}, vector.action)
+    with pytest.raises(
+        ConfigError, match=r"^environment.observations must be one .*\.observations=\[camera\]$"
+    ):
+        frame_key(both)
     wide = Spec("w", {"image": ArraySpec((3, 16, 32), "uint8")}, SPEC.action)
     with pytest.raises(ConfigError, match="square"):
         FrameTokenizer(wide, VectorQuantizer(vocab=4, dim=2), {})

@@ -37,6 +37,35 @@ class Base(gymnasium.Env):
         return None
 
 
+def box(*shape, dtype=np.uint8):
+    return spaces.Box(0, 255, shape, dtype)
+
+
+# Every kind of observation space
+OBSERVATIONS = {
+    "vector": box(3, dtype=np.float32),
+    "large_image": box(210, 160, 3),
+    "small_gray_image": box(9, 7),
+    "fitting_image": box(32, 48, 3),
+    "image_and_vector": spaces.Dict({"camera": box(30, 40, 3), "joints": box(4, dtype=np.float64)}),
+    "cameras": spaces.Dict({"front": box(84, 84, 1), "hand": box(3, 16, 16), "touch": spaces.Discrete(3)}),
+    "nested": spaces.Dict({"body": spaces.Tuple([spaces.MultiBinary(2), box(2, 2, dtype=np.float32)])}),
+    "integers": spaces.MultiDiscrete([2, 3], start=[1, 0]),
+}
+
+
+class Sampled(Base):
+    """Observes random values of one of the spaces above."""
+
+    def __init__(self, render_mode=None, kind="vector"):
+        super().__init__(render_mode)
+        self.observation_space = OBSERVATIONS[kind]
+
+    def observe(self):
+        self.observation_space.seed(self.count)
+        return self.observation_space.sample()
+
+
 class Nested(Base):
     """Dict observation with a nested key, multi-discrete action that does not start at zero."""
 

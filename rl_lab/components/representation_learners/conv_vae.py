@@ -8,12 +8,19 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from rl_lab.components.representation_learners.encoders import image_keys, image_shape, join_images
+from rl_lab.components.representation_learners.encoders import (
+    image_keys,
+    image_shape,
+    join_images,
+    refuse_unread,
+    select_observations,
+    vector_keys,
+)
 from rl_lab.errors import ConfigError
 from rl_lab.records import Spec
 
@@ -35,6 +42,7 @@ class ConvVAE(nn.Module):
               pure black or white areas, where training then stops; False applies none and clips images for
               display
     kl_scale: weight of the KL term; below 1 if small objects matter
+    keys:     observations to read; None: all, and vectors are an error
     """
 
     def __init__(
@@ -46,14 +54,17 @@ class ConvVAE(nn.Module):
         kl_tolerance: float = 0.5,
         kl_scale: float = 1.0,
         bounded: bool = True,
+        keys: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        spec = select_observations(spec, keys, "vae")
         self.keys = image_keys(spec)
         if not self.keys:
             raise ConfigError(
                 f"{spec.name} has no image observation, only {sorted(spec.observations)}: set "
                 "environment.pixels=true, or choose an environment with images"
             )
+        refuse_unread("vae", "images", vector_keys(spec), "choose with environment.observations=[…]")
         self.channels = [spec.observations[key].shape[0] for key in self.keys]
         channels, height, width = image_shape(spec, 0)
         if height != width or height not in DECODER_KERNELS:

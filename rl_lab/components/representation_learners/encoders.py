@@ -31,6 +31,15 @@ def select_observations(spec: Spec, keys: Sequence[str] | None, part: str) -> Sp
     return dataclasses.replace(spec, observations={key: spec.observations[key] for key in keys})
 
 
+def refuse_unread(part: str, reads: str, unread: Sequence[str], advice: str) -> None:
+    """Raise ConfigError if a part would ignore observations: a model that cannot see them trains without a sign."""
+    if unread:
+        raise ConfigError(
+            f"components.{part} reads {reads} only and would ignore {', '.join(unread)}: {advice}, or list the "
+            f"observations to read in components.{part}.keys"
+        )
+
+
 def is_image(spec: ArraySpec) -> bool:
     """Whether it is uint8 with three axes: channels, height, width."""
     return spec.dtype == "uint8" and len(spec.shape) == 3
@@ -80,13 +89,23 @@ def join_images(obs: Mapping[str, torch.Tensor], keys: list[str]) -> torch.Tenso
 
 
 class MLPEncoder(nn.Module):
-    """MLP on the symlog of all vector observations, concatenated in sorted order and cast to float.
+    """MLP on the symlog of vector observations, concatenated in sorted order and cast to float.
 
     input_dim: optional expected width of the concatenated vectors
+    keys:      observations to read; None: all, and images are an error
     """
 
-    def __init__(self, *, spec: Spec, units: int, layers: int = 3, input_dim: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        spec: Spec,
+        units: int,
+        layers: int = 3,
+        input_dim: int | None = None,
+        keys: Sequence[str] | None = None,
+    ) -> None:
         super().__init__()
+        spec = select_observations(spec, keys, "encoder")
         self.spec = spec
         self.keys = vector_keys(spec)
         width = sum(vector_size(spec, key) for key in self.keys)
@@ -94,6 +113,7 @@ class MLPEncoder(nn.Module):
             raise ConfigError(
                 f"{spec.name} has no vector observation: use components/encoder=dict for images"
             )
+        refuse_unread("encoder", "vectors", image_keys(spec), "use components/encoder=dict")
         if input_dim is not None and input_dim != width:
             raise ConfigError(
                 f"components.encoder.input_dim is {input_dim}, but {spec.name} has vectors of width {width}: "
@@ -115,12 +135,17 @@ class ImageEncoder(nn.Module):
     """Four convolution stages that downsample 2× each, as in DreamerV3's 2025 version.
 
     uint8 images with sides divisible by 16, square or not; several images are stacked by channel.
+    keys: observations to read; None: all, and vectors are an error
     """
 
     fast = False  # convolutions of folded images; see fast_path.py
 
-    def __init__(self, *, spec: Spec, depth: int, stages: Sequence[int] = STAGES) -> None:
+    def __init__(
+        self, *, spec: Spec, depth: int, stages: Sequence[int] = STAGES, keys: Sequence[str] | None = None
+    ) -> None:
         super().__init__()
+        spec = select_observations(spec, keys, "encoder")
+        refuse_unread("encoder", "images", vector_keys(spec), "use components/encoder=dict")
         self.keys = image_keys(spec)
         channels, _, _ = image_shape(spec, len(stages))
         widths = [channels] + [depth * multiple for multiple in stages]
@@ -155,9 +180,9 @@ class DictEncoder(nn.Module):
         spec = select_observations(spec, keys, "encoder")
         parts: list[MLPEncoder | ImageEncoder] = []
         if vector_keys(spec):
-            parts.append(MLPEncoder(spec=spec, units=units, layers=layers))
+            parts.append(MLPEncoder(spec=spec, units=units, layers=layers, keys=vector_keys(spec)))
         if image_keys(spec):
-            parts.append(ImageEncoder(spec=spec, depth=depth))
+            parts.append(ImageEncoder(spec=spec, depth=depth, keys=image_keys(spec)))
         self.parts = nn.ModuleList(parts)
         self.embed_dim = sum(part.embed_dim for part in parts)
 

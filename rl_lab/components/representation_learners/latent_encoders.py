@@ -13,6 +13,8 @@ from rl_lab.components.representation_learners.encoders import (
     image_keys,
     join_images,
     join_vectors,
+    refuse_unread,
+    select_observations,
     vector_keys,
     vector_size,
 )
@@ -21,6 +23,7 @@ from rl_lab.records import Spec
 
 # Observations that identify the task; they are not part of the state.
 TASK_KEYS = ("task", "action_mask")
+IMAGES_OR_VECTORS = "TD-MPC encodes vectors or images, not both, so choose with environment.observations=[…]"
 
 
 def state_keys(spec: Spec) -> list[str]:
@@ -33,6 +36,7 @@ class LatentEncoder(nn.Module):
 
     layers:   max(layers - 1, 1) hidden layers, then one to the latent (nicklashansen/tdmpc2: num_enc_layers)
     context:  width of the task embedding that is concatenated to the observation
+    keys:     observations to read; None: all, and images are an error
     """
 
     augments = False  # whether it takes noise for augmentation
@@ -49,19 +53,17 @@ class LatentEncoder(nn.Module):
         out: str = "norm+simnorm",
         init: str = "normal",
         group: int = GROUP,
+        keys: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        spec = select_observations(spec, keys, "encoder")
         self.spec = spec
         self.keys = state_keys(spec)
         if not self.keys:
             raise ConfigError(
                 f"{spec.name} has no vector observation: use components/encoder=tdmpc_pixels for images"
             )
-        if image_keys(spec):
-            raise ConfigError(
-                f"{spec.name} has images and vectors, but this encoder reads vectors only: select some of "
-                f"{sorted(spec.observations)} with environment.observations=[…]"
-            )
+        refuse_unread("encoder", "vectors", image_keys(spec), IMAGES_OR_VECTORS)
         width = sum(vector_size(spec, key) for key in self.keys)
         kinds = [hidden] * max(layers - 1, 1)
         inputs = [width, context] if context else [width]
@@ -98,6 +100,7 @@ class LatentImageEncoder(nn.Module):
     maps to the latent.
 
     shift:    pixels of the random shift, which is applied only if `noise` is passed, in training
+    keys:     observations to read; None: all, and vectors are an error
     """
 
     augments = True
@@ -115,11 +118,14 @@ class LatentImageEncoder(nn.Module):
         init: str = "normal",
         group: int = GROUP,
         context: int = 0,
+        keys: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
+        spec = select_observations(spec, keys, "encoder")
         self.keys = image_keys(spec)
         if not self.keys:
             raise ConfigError(f"{spec.name} has no image: use components/encoder=tdmpc_state for vectors")
+        refuse_unread("encoder", "images", state_keys(spec), IMAGES_OR_VECTORS)
         if context:
             raise ConfigError(
                 f"algorithm.task_width={context} is not supported with images: use vector observations"

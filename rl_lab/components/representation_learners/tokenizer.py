@@ -32,12 +32,17 @@ from rl_lab.records import Batch, Spec
 
 
 def frame_key(spec: Spec) -> str:
-    """Key of the only image observation."""
+    """Key of the only observation, an image."""
     keys = image_keys(spec)
-    if len(keys) != 1:
+    if not keys:
         raise ConfigError(
             f"{spec.name} must have one image for a token world model, but observes {sorted(spec.observations)}: "
             "choose an environment with a single image"
+        )
+    if len(spec.observations) > 1:
+        raise ConfigError(
+            f"environment.observations must be one image for a token world model, not {sorted(spec.observations)}: set "
+            f"environment.observations=[{keys[0]}]"
         )
     return keys[0]
 
