@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ import torch
 from rl_lab.build import assemble_workflow, build_workflow
 from rl_lab.config.compose import to_plain
 from rl_lab.config.saved import check_same_spec, difference_from
+from rl_lab.environments.make import env_config_options, probe
+from rl_lab.environments.native import NativeForm
 from rl_lab.environments.normalizer import ObservationNormalizer, make_normalizer
-from rl_lab.errors import CheckpointError, LabError, closest, unexpected
+from rl_lab.environments.spec import UnusableRow, typed_array
+from rl_lab.errors import CheckpointError, ConfigError, LabError, closest, one_line, unexpected
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.records import OBS_PREFIX, ActMode, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.utils.checkpoint.loading import Loaded
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.matching import load_matching, partial_load
-from rl_lab.utils.files import absolute
+from rl_lab.utils.files import absolute, read_json
 from rl_lab.workflows.context import WorldModelComponents
 from rl_lab.workflows.controllers import ControllerManager
 
@@ -38,9 +42,10 @@ class Agent:
         step: int,
         checkpoint: Path | None = None,
         normalizer: ObservationNormalizer | None = None,
+        native: Callable[[], NativeForm] | None = None,  # None: it acts only with `scaled`
     ) -> None:
         self.workflow = workflow
-        self.spec = spec
+        self.spec = spec  # in the lab's form
         self.device = device
         self.config = config
         self.step = step  # agent decisions in training
@@ -48,8 +53,25 @@ class Agent:
         self.normalizer = (
             normalizer  # with the observation statistics of the run, if it normalizes observations
         )
+        self._load_native = native
+        self._native: NativeForm | None = None
         self._state: dict[str, torch.Tensor] | None = None
+        self._count = 0  # environments of the policy state
         self._generator = torch.Generator(device).manual_seed(0)
+
+    def __repr__(self) -> str:
+        return f"Agent({type(self.workflow).__name__}, {self.spec.name}, step {self.step}, {self.device})"
+
+    @property
+    def native(self) -> NativeForm:
+        """The spaces of the environment that the agent was trained in: `observation_space`, `action_space`."""
+        if self._native is None:
+            if self._load_native is None:
+                raise LabError(
+                    "act(): the agent does not know the environment's own spaces: pass scaled=True"
+                )
+            self._native = self._load_native()
+        return self._native
 
     def reset(self, seed: int = 0) -> None:
         """Reset the policy state and the sampling generator."""
@@ -89,32 +111,62 @@ class Agent:
         return taken
 
     @torch.no_grad()
-    def act(self, obs: Any, is_first: Any = None, *, sample: bool = False) -> Any:
-        """Return the action for one observation, or (N, …) actions for (N, …) observations.
+    def act(self, obs: Any, is_first: Any = None, *, sample: bool = False, scaled: bool = False) -> Any:
+        """Return the action for one observation, or N actions for N observations.
 
-        obs: an array if there is one observation key, else a dict; unnormalized, as the environment returns
-        it. The policy state is kept between calls; `reset()` or `is_first` (bool or (N,)) starts a new
-        episode.
+        obs:      an observation as `step` and `reset` of the environment return it, without any wrapper of the lab: an
+                  array or a dict, images at the environment's size. N observations have a first axis N. With
+                  `environment.pixels`, `image` is the rendered frame.
+        is_first: bool, or (N,): whether the observation is the first of an episode. The policy state, which is kept
+                  between calls, starts anew there; `reset()` does the same for all environments.
+        sample:   sample the action instead of taking the most likely one
+        scaled:   observations and actions in the lab's form, that of `rl_lab.make_env`: a dict of flat arrays, images
+                  (C, H, W) of the trained size, actions from zero or in [-1, 1]
+
+        The action is one that the environment's `step` takes, in its units: within the bounds of a `Box`, from the
+        start of a `Discrete` space. It is meant for `spec.action_repeat` steps of the environment.
         """
-        arrays = self._as_dict(obs)
-        single = self._is_single(arrays)
+        arrays, single = self._from_lab(obs) if scaled else self._from_native(obs, is_first)
         if self.normalizer is not None:
             arrays = self.normalizer(arrays)
-        if single:
-            arrays = {key: value[None] for key, value in arrays.items()}
         n = len(next(iter(arrays.values())))
-        fresh = self._state is None
+        first = self._first(is_first, n)
         if self._state is None:
-            self._state = self.workflow.initial_policy_state(n)
-        first = (
-            np.full(n, fresh) if is_first is None else np.broadcast_to(np.asarray(is_first, dtype=bool), (n,))
-        )
+            self._state, self._count = self.workflow.initial_policy_state(n), n
         tensors = {key: torch.as_tensor(value).to(self.device) for key, value in arrays.items()}
-        flags = torch.as_tensor(np.array(first)).to(self.device)
         mode = ActMode(sample=sample, generator=self._generator)
-        action, self._state, _ = self.workflow.act(tensors, self._state, flags, mode)
+        action, self._state, _ = self.workflow.act(
+            tensors, self._state, torch.as_tensor(first).to(self.device), mode
+        )
         actions = action.cpu().numpy()
-        return actions[0] if single else actions
+        if scaled:
+            return actions[0] if single else actions
+        raw = self.native.to_raw(actions)
+        return raw[0] if single else np.stack(raw)
+
+    def _first(self, is_first: Any, count: int) -> np.ndarray:
+        """Return the flags (N,); a new policy state has only first observations unless the caller says otherwise."""
+        if self._state is not None and count != self._count:
+            raise LabError(
+                f"obs has {count} environments, but the policy state has {self._count}: call reset() first"
+            )
+        flags = np.asarray(self._state is None if is_first is None else is_first)
+        if flags.dtype.kind not in "biu" or flags.shape not in ((), (count,)):
+            raise LabError(f"is_first must be a bool or {count} of them, not {is_first!r}")
+        return np.array(np.broadcast_to(flags.astype(bool), (count,)))
+
+    def _from_native(self, obs: Any, is_first: Any) -> tuple[dict[str, np.ndarray], bool]:
+        """Convert observations of the environment; return arrays (N, …), and whether it was only one."""
+        form = self.native
+        count = form.count(obs)
+        first = self._first(is_first, count or 1)
+        return form.to_lab(form.batched(obs) if count is None else obs, first), count is None
+
+    def _from_lab(self, obs: Any) -> tuple[dict[str, np.ndarray], bool]:
+        """Check observations of the lab's form; return arrays (N, …), and whether it was only one."""
+        arrays = self._as_dict(obs)
+        single = self._is_single(arrays)
+        return {key: value[None] for key, value in arrays.items()} if single else arrays, single
 
     def _as_dict(self, obs: Any) -> dict[str, np.ndarray]:
         if not isinstance(obs, Mapping):
@@ -124,7 +176,12 @@ class Agent:
         missing = [key for key in self.spec.observations if key not in obs]
         if missing:
             raise LabError(f"obs has no {missing}: the agent was trained with {list(self.spec.observations)}")
-        return {key: np.asarray(obs[key], dtype=spec.dtype) for key, spec in self.spec.observations.items()}
+        try:
+            return {
+                key: typed_array(key, obs[key], spec.dtype) for key, spec in self.spec.observations.items()
+            }
+        except UnusableRow as error:
+            raise LabError(f"obs is unusable: {error}") from error
 
     def _is_single(self, arrays: Mapping[str, np.ndarray]) -> bool:
         for key, value in arrays.items():
@@ -159,13 +216,38 @@ def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto") -> Age
     if changed:
         warnings.warn(f"{folder.config_file} has changed: {changed}", stacklevel=2)
     try:
-        return _assemble(config, spec, where, loaded)
+        agent = _assemble(config, spec, where, loaded)
     except LabError:
         raise
     except Exception as error:  # an intact state or config that belongs to something else
         raise CheckpointError(
             f"{loaded.path} does not fit {folder.config_file}, so no agent was loaded: {unexpected(error)}"
         ) from error
+    agent._load_native = functools.partial(load_native_form, folder, config, spec)
+    return agent
+
+
+def load_native_form(folder: RunFolder, config: Any, spec: Spec) -> NativeForm:
+    """Load the form of the run's environment; a run that was saved without it creates the environment once."""
+    if folder.form_file.is_file():
+        data = read_json(folder.form_file)
+    else:
+        try:
+            _, data = probe(**env_config_options(to_plain(config.environment)))
+        except Exception as error:
+            raise LabError(
+                f"{folder.form_file} is missing, since the run was saved by an older version, and its environment "
+                f"cannot be created here ({unexpected(error)}): use act(…, scaled=True)"
+            ) from error
+    try:
+        form = NativeForm(data)
+    except (LabError, KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise ConfigError(f"{folder.form_file} is damaged: {one_line(error)}") from error
+    if (form.spec.observations, form.spec.action) != (spec.observations, spec.action):
+        raise ConfigError(
+            f"{folder.form_file} does not fit {folder.spec_file}: it gives {form.spec.to_dict()}, so restore both"
+        )
+    return form
 
 
 def _assemble(config: Any, spec: Spec, where: torch.device, loaded: Loaded) -> Agent:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from rl_lab.config.compose import to_plain
-from rl_lab.environments.make import env_config_options, make_env, probe_spec
+from rl_lab.environments.make import env_config_options, make_env, probe
 from rl_lab.environments.vector import FourValueEnv, VectorEnv
 from rl_lab.errors import ConfigError, LabError, closest, reject_unknown, unexpected
 from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
@@ -526,6 +526,11 @@ def _reason(error: BaseException) -> str:
 
 def environment_spec(config: DictConfig) -> Spec:
     """Create the environment once to read its shapes; the evaluation environment must have the same."""
+    return probe_environment(config)[0]
+
+
+def probe_environment(config: DictConfig) -> tuple[Spec, dict[str, Any]]:
+    """Like `environment_spec`, and return the data of the environment's `NativeForm` as well."""
     environment = to_plain(config.environment) if "environment" in config else None
     if not isinstance(environment, dict):
         raise ConfigError(
@@ -536,19 +541,20 @@ def environment_spec(config: DictConfig) -> Spec:
         raise ConfigError(f"{', '.join(missing)} must be set: the config has no value for it")
     if not isinstance(environment.get("eval") or {}, dict):
         raise ConfigError(f"environment.eval must be a mapping, not {environment['eval']!r}")
-    specs = [_probe(env_config_options(environment, evaluation=evaluation)) for evaluation in (False, True)]
+    probed = [_probe(env_config_options(environment, evaluation=evaluation)) for evaluation in (False, True)]
+    specs = [spec for spec, _ in probed]
     shapes = [(spec.observations, spec.action) for spec in specs]
     if shapes[0] != shapes[1]:
         raise ConfigError(
             "environment.eval must not change the shapes of the training environment, "
             f"but it has {specs[1].to_dict()} instead of {specs[0].to_dict()}"
         )
-    return specs[0]
+    return probed[0]
 
 
-def _probe(options: dict[str, Any]) -> Spec:
+def _probe(options: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
     try:
-        return probe_spec(**options)
+        return probe(**options)
     except LabError:
         raise
     except Exception as error:  # an environment's constructor can raise anything

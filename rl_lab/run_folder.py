@@ -73,6 +73,10 @@ class RunFolder:
         return self.path / "config" / "spec.json"
 
     @property
+    def form_file(self) -> Path:
+        return self.path / "config" / "native.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -121,7 +125,9 @@ class RunFolder:
         file.write_text(text, encoding="utf-8")
         self._written.append(file)
 
-    def create(self, config: DictConfig, spec: Spec, overrides: list[str]) -> None:
+    def create(
+        self, config: DictConfig, spec: Spec, overrides: list[str], form: Mapping[str, Any] | None = None
+    ) -> None:
         """Create the folders, and write the config and the files that never change."""
         for folder in (self.checkpoints, self.tensorboard, self.path / "config", self.path / "scripts"):
             self._make(folder)
@@ -129,6 +135,9 @@ class RunFolder:
             self._make(self.media / name)
         write_json_atomic(self.spec_file, spec.to_dict())
         self._written.append(self.spec_file)
+        if form is not None:
+            write_json_atomic(self.form_file, form)
+            self._written.append(self.form_file)
         self._write(self.path / "config" / "overrides.txt", "\n".join(overrides) + "\n")
         self._write(self.path / "code.txt", code_state())
         self._write_scripts()

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl_lab.build import Run, build_run, environment_spec
+from rl_lab.build import Run, build_run, probe_environment
 from rl_lab.config.checks import check_config
 from rl_lab.config.compose import change_key, compose_config, resolve_config, select, to_plain, unread
 from rl_lab.config.saved import check_same_config, check_same_spec, drop_unread, refuse_unsafe
@@ -26,7 +26,6 @@ from rl_lab.utils.checkpoint.matching import partial_load
 from rl_lab.utils.files import RunLock, absolute
 from rl_lab.utils.logger import ExperimentLogger
 from rl_lab.utils.progress import Progress
-from rl_lab.workflows.base import WorldModelWorkflow
 
 
 @dataclass
@@ -74,7 +73,7 @@ def train_config(
     sentence = unread(config)
     if sentence:
         say(sentence)
-    spec = environment_spec(config)
+    spec, form = probe_environment(config)
     resolve_config(config, spec)
     folder = run_dir or new_run_folder(output_root(config.output_root))
     try:
@@ -83,7 +82,7 @@ def train_config(
         raise ConfigError(f"run_dir: cannot create the run folder {folder.path}: {error}") from error
     with RunLock(folder.path):
         with _report_write_errors(folder):
-            folder.create(config, spec, list(overrides))
+            folder.create(config, spec, list(overrides), form)
         try:
             return _run(folder, config, say)
         except LabError:
@@ -204,7 +203,8 @@ def _run(
                 folder.save_config(config)
         if loaded is None:
             _check_updates(config, run)
-        run.orchestrator.watch = UpdateWatch(run.orchestrator.storage)
+        if run.orchestrator.storage is not None:
+            run.orchestrator.watch = UpdateWatch(run.orchestrator.storage)
         if config.training.profile:
             from rl_lab.orchestration.diagnostics import Trace
 

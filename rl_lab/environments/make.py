@@ -27,6 +27,7 @@ from typing import Any
 import gymnasium
 
 from rl_lab.environments.faults import RestartLimit
+from rl_lab.environments.native import form_data
 from rl_lab.environments.normalizer import make_normalizer
 from rl_lab.environments.spec import spec_of
 from rl_lab.environments.suites.gym import nearest
@@ -69,7 +70,7 @@ VECTOR_OPTIONS = frozenset(_VECTOR_OPTION_NAMES.split())
 
 Task = str | Callable[..., gymnasium.Env]
 
-_probed: dict[str, Spec] = {}
+_probed: dict[str, tuple[Spec, dict[str, Any]]] = {}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class EnvFactory:
         handled: frozenset[str] = getattr(adapter, "HANDLES", frozenset())
         repeat = 1 if "action_repeat" in handled else self.action_repeat or 1
         limit = None if "time_limit" in handled else self.time_limit
-        size = None if "size" in handled else self.size
+        size = self.form()["size"]
 
         settings = {key: getattr(self, key) for key in handled}
         if settings.get("size") == "auto":
@@ -112,6 +113,12 @@ class EnvFactory:
         env = resized(env, size)
         env = add_wrappers(env, self.wrappers)
         return StandardAction(env)
+
+    def form(self) -> dict[str, Any]:
+        """Return what the wrappers do to observations: `size`, `observations` and `wrappers`."""
+        handled: frozenset[str] = getattr(_import_adapter(self.module, self.name), "HANDLES", frozenset())
+        size = None if "size" in handled else self.size
+        return {"size": size, "observations": self.observations, "wrappers": self.wrappers}
 
     def step_seconds(self) -> float | None:
         """Return the estimated duration of one decision; None if unknown or if observations are rendered."""
@@ -188,7 +195,7 @@ def make_env(
     factory = _factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options)
     if workers is None:
         workers = default_workers(num_envs, factory.step_seconds())
-    spec = _probe(factory)
+    spec, _ = _probe(factory)
     made: Any = factory
     if video_every:
         from rl_lab.environments.rendering import RecordedFactory, VideoSettings
@@ -210,7 +217,12 @@ def make_env(
     )
 
 
-def probe_spec(
+def probe_spec(task: Task, **options: Any) -> Spec:
+    """Return the `Spec` of a task, from a temporary environment; accepts the arguments of `make_env`."""
+    return probe(task, **options)[0]
+
+
+def probe(
     task: Task,
     num_envs: int = 1,
     *,
@@ -219,8 +231,8 @@ def probe_spec(
     action_repeat: int | None = None,
     time_limit: int | None = None,
     **options: Any,
-) -> Spec:
-    """Return the `Spec` of a task, from a temporary environment; accepts the arguments of `make_env`."""
+) -> tuple[Spec, dict[str, Any]]:
+    """Like `probe_spec`, and return the data of its `native.NativeForm` as well."""
     options = {key: value for key, value in options.items() if key not in VECTOR_OPTIONS}
     _check(num_envs=num_envs, action_repeat=action_repeat, time_limit=time_limit, workers=workers)
     return _probe(_factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options))
@@ -354,7 +366,8 @@ def _missing(name: str, error: ModuleNotFoundError, extra: str) -> MissingPackag
     )
 
 
-def _probe(factory: EnvFactory) -> Spec:
+def _probe(factory: EnvFactory) -> tuple[Spec, dict[str, Any]]:
+    """Return the spec of an environment, and its own form."""
     # The key contains all settings. Functions may change between two calls, so only named tasks are cached.
     key = repr(factory) if not callable(factory.task) else ""
     if key and key in _probed:
@@ -362,7 +375,7 @@ def _probe(factory: EnvFactory) -> Spec:
     try:
         env = factory()
         try:
-            spec = spec_of(env, factory.name)
+            probed = spec_of(env, factory.name), form_data(env, **factory.form())
         finally:
             env.close()
     except SystemExit as error:  # it would stop the trainer without a message
@@ -371,8 +384,8 @@ def _probe(factory: EnvFactory) -> Spec:
             "with a message instead"
         ) from error
     if key:
-        _probed[key] = spec
-    return spec
+        _probed[key] = probed
+    return probed
 
 
 def _check(

@@ -43,6 +43,7 @@ class Leaf:
 
     name: str
     path: Path
+    shape: tuple[int, ...]  # in the environment
     spec: ArraySpec
     convert: Convert
 
@@ -63,7 +64,7 @@ def observation_leaves(space: spaces.Space, keep: Sequence[str] | None = None) -
     for name, path, leaf in entries:
         if keep is None or name in keep:
             spec, convert = _leaf_reader(name, leaf)
-            leaves.append(Leaf(name, path, spec, convert))
+            leaves.append(Leaf(name, path, tuple(leaf.shape or ()), spec, convert))
     if not leaves:
         raise ConfigError(f"the observation space {space} has no entry")
     return leaves
@@ -273,6 +274,18 @@ def integer_array(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     if array.dtype.kind == "f" and (integers != array).any():  # an image in [0, 1] would become black
         raise UnusableRow(f"observation '{name}' has fractions, but its space has dtype {np.dtype(dtype)}")
     return integers
+
+
+def typed_array(name: str, value: Any, dtype: Any) -> np.ndarray:
+    """Convert an observation to a float or integer dtype; raise UnusableRow if it does not have such values."""
+    array = numeric_array(name, value)
+    if np.dtype(dtype).kind != "f":
+        return integer_array(name, array, dtype)
+    with np.errstate(over="ignore"):  # infinity is the next check
+        array = array.astype(dtype)
+    if not np.isfinite(array).all():
+        raise UnusableRow(f"observation '{name}' has NaN or infinity")
+    return array
 
 
 def finite_number(name: str, value: Any) -> float:

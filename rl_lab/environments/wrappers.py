@@ -149,15 +149,19 @@ class RenderedPixels(gymnasium.ObservationWrapper):
         self.size: tuple[int, int] | None = None
         # The size is only known from a frame, and most environments render only after a reset.
         env.reset(seed=0)
-        self.size = automatic_size([self._frame().shape[:2]]) if size == "auto" else size
         frame = self._frame()
+        self.native_space = self._space(frame)  # with frames as they are rendered
+        self.size = automatic_size([frame.shape[:2]]) if size == "auto" else size
+        self.observation_space = self._space(self._frame())
+
+    def _space(self, frame: np.ndarray) -> spaces.Dict:
         image = spaces.Box(0, 255, frame.shape, np.uint8)
-        if keep and isinstance(env.observation_space, spaces.Dict):
-            self.observation_space = spaces.Dict({**env.observation_space.spaces, "image": image})
-        elif keep:
-            self.observation_space = spaces.Dict({"vector": env.observation_space, "image": image})
-        else:
-            self.observation_space = spaces.Dict({"image": image})
+        if not self.keep:
+            return spaces.Dict({"image": image})
+        old = self.env.observation_space
+        return spaces.Dict(
+            {**(old.spaces if isinstance(old, spaces.Dict) else {"vector": old}), "image": image}
+        )
 
     def observation(self, observation: Any) -> dict[str, Any]:
         if not self.keep:
