@@ -223,13 +223,18 @@ def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto") -> Age
         raise CheckpointError(
             f"{loaded.path} does not fit {folder.config_file}, so no agent was loaded: {unexpected(error)}"
         ) from error
-    agent._load_native = functools.partial(load_native_form, folder, config, spec)
+    agent._load_native = functools.partial(load_native_form, folder, config, spec, loaded.info.get("native"))
     return agent
 
 
-def load_native_form(folder: RunFolder, config: Any, spec: Spec) -> NativeForm:
-    """Load the form of the run's environment; a run that was saved without it creates the environment once."""
-    if folder.form_file.is_file():
+def load_native_form(folder: RunFolder, config: Any, spec: Spec, saved: Any = None) -> NativeForm:
+    """Return the form of the run's environment: from its checkpoint (`saved`), which has a checksum, or its file.
+
+    A run that was saved without either creates the environment once.
+    """
+    if saved is not None:
+        data = saved
+    elif folder.form_file.is_file():
         data = read_json(folder.form_file)
     else:
         try:

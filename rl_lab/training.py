@@ -16,6 +16,7 @@ from rl_lab.build import Run, build_run, probe_environment
 from rl_lab.config.checks import check_config
 from rl_lab.config.compose import change_key, compose_config, resolve_config, select, to_plain, unread
 from rl_lab.config.saved import check_same_config, check_same_spec, drop_unread, refuse_unsafe
+from rl_lab.environments.native import NativeForm
 from rl_lab.errors import CheckpointError, ConfigError, LabError, unexpected
 from rl_lab.orchestration.update_check import UpdateWatch, check_updates
 from rl_lab.records import Spec
@@ -23,7 +24,7 @@ from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, o
 from rl_lab.utils.checkpoint.loading import Loaded
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.matching import partial_load
-from rl_lab.utils.files import RunLock, absolute
+from rl_lab.utils.files import RunLock, absolute, read_json
 from rl_lab.utils.logger import ExperimentLogger
 from rl_lab.utils.progress import Progress
 
@@ -83,6 +84,9 @@ def train_config(
     with RunLock(folder.path):
         with _report_write_errors(folder):
             folder.create(config, spec, list(overrides), form)
+        resizing = NativeForm(form).automatic_resizing()
+        if resizing:
+            say(resizing)
         try:
             return _run(folder, config, say)
         except LabError:
@@ -191,7 +195,9 @@ def _run(
     try:
         say(f"run folder: {folder.path}")
         run = _build(config, folder.load_spec(), logger, checkpoints, progress)
-        run.orchestrator.info = {"config": to_plain(config), "spec": run.spec.to_dict()}
+        # Runs of older versions have no form.
+        form = {"native": read_json(folder.form_file)} if folder.form_file.is_file() else {}
+        run.orchestrator.info = {"config": to_plain(config), "spec": run.spec.to_dict(), **form}
         if config.load.path and loaded is None:  # a checkpoint has the weights that became of them
             _load_weights(config, run)
         if loaded is not None:

@@ -51,7 +51,7 @@ def test_agent_scores_in_the_plain_environment_what_it_scores_in_the_labs(pendul
             action = agent.act(obs, env.is_first, sample=True, scaled=True)
             obs, reward, *_ = env.step(action)
             expected.append(float(reward[0]))
-            applied.append(2.0 * action[0])
+            applied.append(2.0 * np.clip(action[0], -1.0, 1.0))
     agent.reset()
     plain = gymnasium.make("Pendulum-v1")
     obs, _ = plain.reset(seed=episode_seed(5, 0, 0))
@@ -137,20 +137,27 @@ def test_unusable_observations_of_the_labs_form(camera: Path, obs: Any, text: st
         rl_lab.load_agent(camera).act(obs, scaled=True)
 
 
-def test_environment_is_not_needed(camera: Path, tmp_path: Path, monkeypatch):
+def copied(run: Path, folder: Path) -> Path:
+    """Copy a run; its weights are also in weights.pt, without the manifest of a checkpoint."""
+    shutil.copytree(run, folder)
+    shutil.copy(folder / "checkpoints" / "last.pt", folder / "weights.pt")
+    return folder
+
+
+def test_environment_is_not_needed(camera: Path, tmp_path: Path):
     """On another machine, without the package of the environment."""
-    shutil.copytree(camera, tmp_path / "run")
-    config = tmp_path / "run" / "config.yaml"
+    run = copied(camera, tmp_path / "run")
+    config = run / "config.yaml"
     config.write_text(config.read_text().replace("tests.environments.sample_envs:Sampled", "not_here:Robot"))
     obs = sample_envs.Sampled(kind="image_and_vector").reset()[0]
     with pytest.warns(UserWarning, match="environment.task is 'not_here:Robot'"):
-        agent = rl_lab.load_agent(tmp_path / "run")
+        agent = rl_lab.load_agent(run)
     assert agent.act(obs) in (0, 1)
+    assert rl_lab.load_agent(run / "weights.pt").act(obs) in (0, 1)
     assert "not_here" not in sys.modules
 
-    (tmp_path / "run" / "config" / "native.json").unlink()  # as a run of an older version
-    with pytest.warns(UserWarning):
-        agent = rl_lab.load_agent(tmp_path / "run")
+    (run / "config" / "native.json").unlink()  # as a run of an older version
+    agent = rl_lab.load_agent(run / "weights.pt")
     with pytest.raises(LabError, match=r"native\.json is missing, .* cannot be created here \(.*scaled=True"):
         agent.act(obs)
     scaled = {"camera": np.zeros((6, 16, 16), np.uint8), "joints": np.zeros(4)}
@@ -158,12 +165,12 @@ def test_environment_is_not_needed(camera: Path, tmp_path: Path, monkeypatch):
 
 
 def test_older_run_reads_the_spaces_of_its_environment(pendulum: Path, tmp_path: Path):
-    shutil.copytree(pendulum, tmp_path / "run")
-    file = tmp_path / "run" / "config" / "native.json"
+    run = copied(pendulum, tmp_path / "run")
+    file = run / "config" / "native.json"
     saved = json.loads(file.read_text())
     file.unlink()
     obs = np.array([1.0, 0.0, 0.5], np.float32)
-    agents = [rl_lab.load_agent(pendulum), rl_lab.load_agent(tmp_path / "run")]
+    agents = [rl_lab.load_agent(pendulum), rl_lab.load_agent(run / "weights.pt")]
     np.testing.assert_array_equal(*(agent.act(obs) for agent in agents))
 
     for broken in (
@@ -174,10 +181,12 @@ def test_older_run_reads_the_spaces_of_its_environment(pendulum: Path, tmp_path:
     ):
         file.write_text(broken)
         with pytest.raises(LabError, match=r"native\.json"):
-            rl_lab.load_agent(tmp_path / "run").act(obs)
+            rl_lab.load_agent(run / "weights.pt").act(obs)
     file.write_text(json.dumps({**saved, "action": {"kind": "Discrete", "n": 2, "start": 0}}))
     with pytest.raises(ConfigError, match=r"native\.json does not fit .*spec\.json"):
-        rl_lab.load_agent(tmp_path / "run").act(obs)
+        rl_lab.load_agent(run / "weights.pt").act(obs)
+    # A checkpoint has its own copy, with a checksum.
+    np.testing.assert_array_equal(*(rl_lab.load_agent(each).act(obs) for each in (pendulum, run)))
 
 
 def test_agent_of_other_code_acts_in_the_labs_form(pendulum: Path):

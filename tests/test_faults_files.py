@@ -117,7 +117,8 @@ def files_of(run: Path) -> list[Path]:
     stored = [
         file for folder in folders for file in folder.rglob("*") if file.is_file() and not file.is_symlink()
     ]
-    return sorted([*stored, run / "config.yaml", run / "config" / "spec.json", run / "metrics.jsonl"])
+    config = [run / "config.yaml", run / "config" / "spec.json", run / "config" / "native.json"]
+    return sorted([*stored, *config, run / "metrics.jsonl"])
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -180,7 +181,7 @@ def agents(runs, tmp_path, data):
     copy = copy_of(saved, tmp_path)
     observation = np.ones((3, 4), np.float32)
     expected = rl_lab.load_agent(saved).act(observation)
-    name = data.draw(st.sampled_from(["step", "config.yaml", "spec.json"]))
+    name = data.draw(st.sampled_from(["step", "config.yaml", "spec.json", "native.json"]))
     file = data.draw(st.sampled_from([file for file in files_of(copy) if file.name.startswith(name)]))
     damage(file, *data.draw(damages()))
     with warnings.catch_warnings(record=True) as caught:

@@ -31,6 +31,8 @@ from rl_lab.environments.wrappers import (
     Size,
     StandardAction,
     add_wrappers,
+    automatic_size,
+    is_image,
     resized,
 )
 from rl_lab.errors import ConfigError, LabError, one_line
@@ -106,6 +108,13 @@ class NativeForm:
     def to_raw(self, actions: np.ndarray) -> list[Any]:
         """Return N actions for `env.step`; actions: (N, …) in the lab's form."""
         return [self._to_environment(action) for action in actions]
+
+    def automatic_resizing(self) -> str:
+        """Return a sentence about the images that `environment.size=auto` resizes, or ""."""
+        sizes = {leaf.name: leaf.spec.shape[1:] for leaf in self._leaves if is_image(leaf.spec)}
+        size = automatic_size(list(sizes.values())) if sizes and self._size == "auto" else None
+        names = [f"{name} from {sides[0]}×{sides[1]}" for name, sides in sizes.items() if sides != size]
+        return f"environment.size=auto resizes {', '.join(names)} to {size[0]}×{size[1]}" if size else ""
 
     def _stack(self) -> gymnasium.Env:
         given = GivenObservation(self.observation_space, self.action_space)

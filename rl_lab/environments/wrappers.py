@@ -211,7 +211,7 @@ class Resize(gymnasium.ObservationWrapper):
         super().__init__(env)
         self.size = size
         specs = _specs(env)
-        images = [name for name, spec in specs.items() if _is_image(spec)]
+        images = [name for name, spec in specs.items() if is_image(spec)]
         if not images:
             raise ConfigError(
                 f"environment.size={size} needs an image, and the observations are {sorted(specs)}: remove size, or set "
@@ -230,7 +230,7 @@ class Resize(gymnasium.ObservationWrapper):
 def resized(env: gymnasium.Env, size: Size) -> gymnasium.Env:
     """Add `Resize` where this size needs it; env: with a flat dict observation."""
     if size == "auto":
-        sizes = [spec.shape[1:] for spec in _specs(env).values() if _is_image(spec)]
+        sizes = [spec.shape[1:] for spec in _specs(env).values() if is_image(spec)]
         size = automatic_size(sizes) if sizes else None
     return env if size is None else Resize(env, size)
 
@@ -315,7 +315,7 @@ class FrameStack(gymnasium.Wrapper):
     def __init__(self, env: gymnasium.Env, count: int) -> None:
         super().__init__(env)
         specs = _specs(env)
-        self._names = [name for name, spec in specs.items() if _is_image(spec)] or list(specs)
+        self._names = [name for name, spec in specs.items() if is_image(spec)] or list(specs)
         self._past: deque[Observation] = deque(maxlen=count)
         for name in self._names:
             shape = specs[name].shape
@@ -443,12 +443,12 @@ def _specs(env: gymnasium.Env) -> dict[str, ArraySpec]:
     return {name: ArraySpec(box.shape or (), str(box.dtype)) for name, box in env.observation_space.items()}
 
 
-def _is_image(spec: ArraySpec) -> bool:
+def is_image(spec: ArraySpec) -> bool:
     return spec.dtype == "uint8" and len(spec.shape) == 3
 
 
 def _images(specs: Mapping[str, ArraySpec], wrapper: str) -> list[str]:
-    names = [name for name, spec in specs.items() if _is_image(spec)]
+    names = [name for name, spec in specs.items() if is_image(spec)]
     if not names:
         raise ConfigError(
             f"environment.wrappers.{wrapper} needs an image, and the observations are {sorted(specs)}: remove it"

@@ -15,7 +15,7 @@ from rl_lab.orchestration.updates import Storage
 from rl_lab.records import AnyHook, BatchSpec, Episode
 
 UPDATE_KINDS = ("update", "evolve")
-MAX_SIMULATED_ACTIONS = 200_000  # about a second; a run whose first update comes later is not judged
+MAX_SIMULATED_ACTIONS = 200_000  # 0.3 s of CPU time; a run whose first update comes later is not judged
 # Finished episodes after which a sequence that none of them could hold is given up. A policy that is never
 # updated does not get better, so later episodes are like these.
 MAX_SHORT_EPISODES = 100

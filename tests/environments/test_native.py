@@ -154,6 +154,17 @@ def test_unusable_observations_are_named(obs: Any, text: str):
         form.to_lab(form.batched(obs), None)
 
 
+def test_automatic_resizing_is_said():
+    said = {
+        kind: form_of(sample_envs.Sampled, kind=kind, size="auto").automatic_resizing()
+        for kind in sample_envs.OBSERVATIONS
+    }
+    assert said["large_image"] == "environment.size=auto resizes image from 210×160 to 64×64"
+    assert said["cameras"] == "environment.size=auto resizes front from 84×84, hand from 16×16 to 64×64"
+    assert said["vector"] == said["fitting_image"] == ""
+    assert form_of(sample_envs.Sampled, kind="large_image", size=64).automatic_resizing() == ""
+
+
 def test_dict_for_an_array_is_the_labs_form():
     form = form_of("CartPole-v1")
     with pytest.raises(
