@@ -31,7 +31,8 @@ EPILOG = """examples:
   rl-lab report outputs/multirun/2026-11-15/14-30-05   every seed of a sweep, with bands
   rl-lab report RUN RUN RUN --by workflow           runs of one workflow count as seeds of one method
   rl-lab report --serve --port 8000 outputs         a live page over all runs below a folder
-  rl-lab report --dream RUN RUN --horizon 30        compare the predictions of their world models"""
+  rl-lab report --dream RUN RUN --horizon 30        compare the predictions of their world models
+  rl-lab report --suite dmc_proprio                 a suite's tables beside published values"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,12 +72,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to serve on; any but loopback needs a token"
     )
     served.add_argument("--token", help="your own token (default: generated and printed if one is needed)")
+    suites = parser.add_argument_group("suite report")
+    suites.add_argument(
+        "--suite", nargs="+", metavar="NAME", help="report on the results of these suites (rl-lab suite)"
+    )
+    suites.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="folder of their results folders (default: outputs/suites)",
+    )
+    suites.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown instead")
     add_dream_arguments(parser.add_argument_group("dream report"))
 
 
 def main(args: argparse.Namespace) -> int:
     if args.dream and args.serve:
         raise LabError("--dream cannot be combined with --serve: a dream report is a static page")
+    if args.suite:
+        return _suite_report(args)
+    if args.results or args.markdown:
+        raise LabError("--results and --markdown need --suite NAME")
     if args.dream:
         from rl_lab.tools.dream_report import run as dream_report
 
@@ -95,6 +111,19 @@ def main(args: argparse.Namespace) -> int:
     for path in write_report(
         args.runs, out=args.out, keys=args.keys, output_root=args.output_root, by=args.by
     ):
+        print(path)
+    return 0
+
+
+def _suite_report(args: argparse.Namespace) -> int:
+    from rl_lab.tools.report.suite import write_suite_report
+
+    if args.dream or args.serve or args.runs:
+        raise LabError(
+            "--suite cannot be combined with --dream, --serve or run folders: it reports on results files"
+        )
+    files = write_suite_report(args.suite, results=args.results, out=args.out, markdown_file=args.markdown)
+    for path in files:
         print(path)
     return 0
 

@@ -48,8 +48,7 @@ class SuiteFolder:
 
     def make(self) -> None:
         try:
-            for folder in (self.results, self.claims, self.logs, self.runs):
-                folder.mkdir(parents=True, exist_ok=True)
+            self.results.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--folder {self.path} cannot be written: {error}") from error
 
