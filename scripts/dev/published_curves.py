@@ -44,17 +44,17 @@ def main() -> None:
         )
         points = tdmpc2_points(options.tdmpc2, folder, frames)
         lines += block("dmc", observe, "TD-MPC2", source, points, digits=1)
-    for suite, observe, agent, name, window, frames in (
-        ("atari100k", "", "DreamerV3", "atari100k", 40_000, (100_000, 200_000, 300_000, 400_000)),
-        ("dmc", "vision", "DreamerV3", "dmc_vision", 20_000, (100_000, 120_000, 200_000, 500_000, 1_000_000)),
-        ("dmc", "proprio", "DreamerV3", "dmc_proprio", 20_000, (100_000, 200_000, 300_000, 500_000)),
+    for suite, observe, size, name, window, frames in (
+        ("atari100k", "", "200m", "atari100k", 40_000, (100_000, 200_000, 300_000, 400_000)),
+        ("dmc", "vision", "12m", "dmc_vision", 20_000, (100_000, 120_000, 200_000, 500_000, 1_000_000)),
+        ("dmc", "proprio", "the 2023 version", "dmc_proprio", 20_000, (100_000, 200_000, 300_000, 500_000)),
     ):
         source = (
-            f"danijar/dreamerv3 at {commit(options.dreamerv3)}, scores/{name}-dreamerv3.json.gz: training episodes "
+            f"danijar/dreamerv3 at {commit(options.dreamerv3)}, scores/{name}-dreamerv3.json.gz ({size}): training episodes "
             f"that ended in the {window:,} frames up to the point"
         )
         points = dreamer_points(options.dreamerv3, name, window, frames)
-        lines += block(suite, observe, agent, source, points, digits=2 if suite == "atari100k" else 0)
+        lines += block(suite, observe, "DreamerV3", source, points, digits=2 if suite == "atari100k" else 0)
     CURVES.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"written: {CURVES} ({CURVES.stat().st_size:,} bytes)")
 

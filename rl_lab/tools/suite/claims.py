@@ -23,9 +23,8 @@ SUFFIX = ".claim"
 def machine_identity() -> str:
     """Return a name of this machine under which process ids are comparable: two containers may share a hostname."""
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        with contextlib.suppress(OSError):
-            parts.append(Path(path).read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return "/".join(parts)
@@ -132,4 +131,7 @@ def _is_running(pid: Any) -> bool:
         return False
     except PermissionError:  # it is another user's
         return True
+    with contextlib.suppress(OSError, IndexError):
+        # A process that was killed stays in the table until its parent reads its status.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return True

@@ -21,6 +21,7 @@ from rl_lab.tools.suite.results import DONE, FAILED, PARTIAL, SuiteFolder, build
 from rl_lab.tools.terminal import duration, number, short
 from rl_lab.utils.files import read_json, read_jsonl, write_json_atomic
 
+ONE_RUN = (sys.executable, "-m", "rl_lab.tools.suite.one_run")
 HEARTBEAT_SECONDS = 10.0
 POLL_SECONDS = 0.3
 STOP_SECONDS = 60.0  # before the end of --minutes: runs need time to save
@@ -79,6 +80,7 @@ class SuiteRunner:
         weights: bool = False,
         commit: str | None = None,
         every: float = 30.0,  # seconds between two progress lines
+        command: Sequence[str] = ONE_RUN,  # the file of the run's order is appended
         machine: Machine | None = None,  # None: this one
         stale: float | None = None,  # seconds after which a claim without a heartbeat is free; for tests
         say: Callable[[str], None] = print,
@@ -91,6 +93,7 @@ class SuiteRunner:
         self.planned = {run.name: run for run in planned}
         self.folder = folder
         self.seconds = minutes * 60 if minutes is not None else math.inf
+        self.command = command
         self.machine = machine or Machine.find()
         self.shares = {run.method.name: self.machine.share(run.method.each, at_once) for run in planned}
         self.mps = mps
@@ -191,7 +194,7 @@ class SuiteRunner:
         self.say(f"{self._clock()} {word} {name}")
 
     def _job(self, name: str) -> Job:
-        command = [sys.executable, "-m", "rl_lab.tools.suite.one_run", str(self._file(name, "job"))]
+        command = [*self.command, str(self._file(name, "job"))]
         return Job(name, command, self.folder.log(name), self.shares[self.planned[name].method.name])
 
     def _order(self, planned: Planned) -> dict[str, Any]:
