@@ -130,8 +130,13 @@ def check_values(config: Mapping[str, Any]) -> None:
     for section in (*SECTIONS, *GROUPS[:2]):
         if section not in config:
             raise ConfigError(f"{section} is missing from the config: add this section")
+    check_rules(config)
+
+
+def check_rules(config: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise ConfigError for a value of the wrong type at a path that starts with `prefix`."""
     for path, (expected, fits) in RULES.items():
-        for value in _values(config, path):
+        for value in _values(config, path) if path.startswith(prefix) else ():
             if not fits(value):
                 hint = closest(str(value), expected.split(" or ")) if isinstance(value, str) else ""
                 near = hint.partition(" Known:")[0] if "Did you mean" in hint else ""

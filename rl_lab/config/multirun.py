@@ -27,6 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_lab.config.checks import check_rules
 from rl_lab.config.choices import choices
 from rl_lab.config.compose import (
     check_targets,
@@ -34,6 +35,7 @@ from rl_lab.config.compose import (
     explain,
     normalise_override,
     register_resolvers,
+    to_plain,
     with_search_path,
 )
 from rl_lab.errors import ConfigError, LabError
@@ -121,6 +123,7 @@ def multirun(overrides: Sequence[str], config_dirs: Sequence[Path | str] = ()) -
 
 def _run_packed(overrides: Sequence[str], folder: Path, launch: DictConfig) -> None:
     """Run every combination in a process of its own, `launch.per_gpu` at a time on each GPU."""
+    check_rules({"launch": to_plain(launch)}, "launch.")
     combinations = _combinations(overrides)
     folder.mkdir(parents=True, exist_ok=True)
     waiting = [

@@ -56,6 +56,41 @@ def test_shared_error_is_reported_once(tmp_path: Path, capsys):
     assert not (tmp_path / "here").exists()
 
 
+def test_packed_runs_are_processes_of_their_own(tmp_path: Path, capfd, monkeypatch):
+    """launch=pack: as the sweep without it, with one log file per run; a run that fails does not stop the others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    folder = tmp_path / "two words"
+    words = [*WORDS, "launch=pack", "launch.per_gpu=2", f"hydra.sweep.dir='{folder}'"]
+    with pytest.raises(LabError, match=r"1 of 2 runs failed: run 0: environment.num_envs=0"):
+        multirun([*words, "environment.num_envs=0,2"])
+    shown = capfd.readouterr()
+    assert (
+        "2 runs, 2 at a time on no GPU" in shown.out and "error: run 0: environment.num_envs=0" in shown.err
+    )
+    assert "run 1: finished after" in shown.out and (folder / "1.log").read_text().startswith("run folder")
+    assert [run.name for run in read_sweep(folder).runs] == ["1"]
+    config = yaml.safe_load((folder / "1" / "config.yaml").read_text())
+    assert config["launch"] == {"name": "single"} and config["environment"]["num_envs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["launch=pack"], "launch=pack is for several runs: add --multirun"),
+        (
+            ["launch=pack", "hydra/sweeper=basic", "-m"],
+            "hydra/sweeper=basic cannot be combined with launch=pack",
+        ),
+        (["launch.per_gpu=0", "launch=pack", "-m"], "launch.per_gpu must be an integer of at least 1"),
+        (["launch=packed"], "launch=packed does not exist. Did you mean 'pack'"),
+    ],
+)
+def test_wrong_launches_are_refused(words: list[str], says: str, capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *WORDS, *words]) == 1
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.learning  # processes that each load torch
 def test_parallel_launcher(tmp_path: Path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")

@@ -96,7 +96,9 @@ def test_agent_loads_selected_parts(stored: Path, monkeypatch):
     assert_same(dict(parts["tokenizer"].state_dict()), dict(saved["tokenizer"]))
     with pytest.raises(LabError, match="load_tokenizer"):
         agent.load(path, load_tokeniser=False)
-    monkeypatch.setattr("rl_lab.agent.resolve_device", torch.device)  # a device that this machine need not have
+    monkeypatch.setattr(
+        "rl_lab.agent.resolve_device", torch.device
+    )  # a device that this machine need not have
     with pytest.raises(LabError, match=r"use load_agent\(run, device="):
         agent.load(path, "cuda:1")
     with pytest.raises(CheckpointError, match="no checkpoint"):

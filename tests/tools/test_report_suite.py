@@ -1,0 +1,258 @@
+"""Reports on suites: aggregates worked out by hand, published values at equal frames, docs/results.md."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_lab.cli import main
+from rl_lab.errors import LabError
+from rl_lab.tools.published import CURVES, Task, benchmarks, normalisation, published_curves
+from rl_lab.tools.report import suite as suite_report
+from rl_lab.tools.report.suite import Reference, aggregates, load_report, spread, task_table, verdict
+from rl_lab.tools.statistics import intervals
+from rl_lab.tools.suite.definition import Suite, load_suite, parse_suite
+from rl_lab.tools.suite.results import SuiteFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of published_curves.yaml, read in the authors' files at 100,000 frames (seeds 1, 2, 3).
+WALKER = [966.7, 947.7, 971.3]
+CHEETAH = [454.4, 613.8, 489.2]
+
+
+def dmc_suite(**change: object) -> Suite:
+    method = {
+        "title": "TD-MPC2 (5m)",
+        "experiment": "tdmpc2_dmc_state",
+        "tasks": ["walker_walk", "cheetah_run", "dog_run"],
+        "seeds": [1, 2, 3],
+        "frames": 100_000,
+        "published": ["TD-MPC2"],
+        **change,
+    }
+    return parse_suite("dmc", {"text": "three tasks", "methods": {"tdmpc2": method}})
+
+
+def add(folder: SuiteFolder, task: str, seed: int, score: float | None, **change: object) -> None:
+    content = {
+        "name": f"tdmpc2.{task}.seed{seed}",
+        "method": "tdmpc2",
+        "task": task,
+        "seed": seed,
+        "status": "done",
+        "score": score,
+        "score_frames": 100_000,
+        "frames": 100_000,
+        "seconds": 600.0,
+        "gpu_hours": 0.02,
+        "evaluations": [{"frames": 50_000, "return_mean": 1.0}, {"frames": 100_000, "return_mean": score}],
+        "commit": "abc",
+        "command": "rl-lab train",
+        "machine": {"gpu": "NVIDIA H200"},
+        **change,
+    }
+    folder.write(content)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> SuiteFolder:
+    found = SuiteFolder(tmp_path / "dmc")
+    for seed, (walker, cheetah) in enumerate([(950.0, 620.0), (960.0, 700.0), (970.0, 660.0)], start=1):
+        add(found, "walker_walk", seed, walker)
+        add(found, "cheetah_run", seed, cheetah)
+    add(found, "dog_run", 1, 12.0, status="partial", frames=60_000, score_frames=50_000)
+    add(found, "dog_run", 2, None, status="failed", frames=0, error="out of memory")
+    return found
+
+
+def test_published_seeds_are_the_authors():
+    curves = {curve.agent: curve for curve in published_curves(Task("dmc", "walker_walk", "proprio"))}
+    assert curves["TD-MPC2"].points[100_000] == WALKER
+    assert "nicklashansen/tdmpc2 at e9f5932" in curves["TD-MPC2"].source
+    (cheetah,) = [c for c in published_curves(Task("dmc", "cheetah_run", "proprio")) if c.agent == "TD-MPC2"]
+    assert cheetah.points[100_000] == CHEETAH
+    (pong,) = published_curves(Task("atari100k", "pong"))
+    assert pong.points[400_000] == [-4.67, -9.25, -1.33, -2.5, -3.33]
+    assert published_curves(Task("dmc", "walker_walk", "both")) == []
+
+
+def test_published_seeds_agree_with_the_table_of_means():
+    """published.yaml has means of the same files."""
+    for block in benchmarks():
+        for name, score in block.scores.items():
+            for curve in published_curves(Task(block.suite, name, block.observe)):
+                if curve.agent == block.agent == "TD-MPC2" and block.frames in curve.points:
+                    assert np.mean(curve.points[block.frames]) == pytest.approx(score, abs=0.51), (
+                        name,
+                        block.frames,
+                    )
+
+
+def test_aggregates_by_hand(folder: SuiteFolder):
+    """Two finished tasks of three seeds; dog_run is partial and does not count."""
+    (report,) = load_report(dmc_suite(), folder).methods
+    found = aggregates(report)
+    assert list(found) == ["TD-MPC2 (5m) (2 tasks)", "TD-MPC2, published (2 tasks)"]
+    runs, ours = found["TD-MPC2 (5m) (2 tasks)"]
+    # Task means 0.96 and 0.66. IQM: six runs, a quarter of six is one at each end: 0.66, 0.70, 0.95, 0.96 remain.
+    assert runs == 6
+    assert ours["mean"].value == pytest.approx((0.96 + 0.66) / 2)
+    assert ours["median"].value == pytest.approx((0.96 + 0.66) / 2)
+    assert ours["iqm"].value == pytest.approx((0.66 + 0.70 + 0.95 + 0.96) / 4)
+    _, theirs = found["TD-MPC2, published (2 tasks)"]
+    assert theirs["mean"].value == pytest.approx((np.mean(WALKER) + np.mean(CHEETAH)) / 2000)
+    assert theirs["iqm"].value == pytest.approx((489.2 + 613.8 + 947.7 + 966.7) / 4000)
+
+
+def test_bootstrap_of_the_iqm_matches_a_slow_loop():
+    """Stratified: runs are drawn with replacement within each task (rliable's get_interval_estimates)."""
+    tasks = [np.array([0.95, 0.96, 0.97]), np.array([0.62, 0.70, 0.66]), np.array([0.1, 0.5])]
+    generator = np.random.default_rng(3)
+    drawn = []
+    for _ in range(20_000):
+        pooled = sorted(
+            value for scores in tasks for value in generator.choice(scores, size=len(scores), replace=True)
+        )
+        cut = len(pooled) // 4
+        drawn.append(sum(pooled[cut : len(pooled) - cut]) / (len(pooled) - 2 * cut))
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    found = intervals(tasks)["iqm"]
+    assert found.low == pytest.approx(low, abs=0.01) and found.high == pytest.approx(high, abs=0.01)
+
+
+def test_human_normalised_aggregates_by_hand(tmp_path: Path):
+    suite = parse_suite(
+        "games",
+        {
+            "methods": {
+                "d": {
+                    "title": "Dreamer",
+                    "experiment": "dreamer_atari100k",
+                    "tasks": ["pong", "boxing"],
+                    "seeds": [1],
+                    "frames": 400_000,
+                    "published": ["DreamerV3"],
+                }
+            }
+        },
+    )
+    folder = SuiteFolder(tmp_path)
+    for task, score in (("pong", -3.05), ("boxing", 6.1)):
+        content = {"name": f"d.{task}.seed1", "method": "d", "task": task, "seed": 1, "status": "done"}
+        folder.write({**content, "score": score, "score_frames": 400_000, "frames": 400_000})
+    (report,) = load_report(suite, folder).methods
+    runs, ours = aggregates(report)["Dreamer (2 tasks)"]
+    # Pong: random -20.7, human 14.6; Boxing: 0.1 and 12.1. Both scores are halfway.
+    assert (
+        runs == 2 and ours["mean"].value == pytest.approx(0.5) and ours["median"].value == pytest.approx(0.5)
+    )
+    assert not ours["mean"].bounded  # one seed a task: there is no interval
+    scale = normalisation(Task("atari100k", "pong"))
+    assert scale is not None and scale(-3.05) == pytest.approx(0.5)
+
+
+def test_place_relative_to_the_published_seeds():
+    reference = Reference("X", 100_000, (10.0, 20.0, 30.0), "source")
+    assert verdict(np.array([9.0, 10.0]), reference, 100_000) == "below"
+    assert verdict(np.array([29.0, 31.0]), reference, 100_000) == "inside"
+    assert verdict(np.array([31.0]), reference, 100_000) == "above"
+    assert verdict(np.array([20.0]), reference, 60_000) == "–"  # other frames
+    mean_only = Reference("X", 100_000, (20.0,), "source", single_seeds=False)
+    assert verdict(np.array([20.0]), mean_only, 100_000) == "–"
+    assert spread([1.0]) == "1" and spread([10.0, 30.0]) == "20.0 (10.0 to 30.0)"
+
+
+def test_task_table(folder: SuiteFolder):
+    (report,) = load_report(dmc_suite(), folder).methods
+    rows = {row[0]: row for row in task_table(report).rows}
+    assert rows["walker_walk"][1:6] == [
+        "3",
+        "100k",
+        "960.0 (950.0 to 970.0)",
+        "961.9 (947.7 to 971.3)",
+        "inside",
+    ]
+    assert rows["cheetah_run"][5] == "above"
+    assert rows["dog_run"][2:6] == ["50k (partial)", "12.0", "26.6 (7.6 to 39.1) at 100k", "–"]
+    assert rows["walker_walk"][-2:] == ["10.0", "0.06"]
+    assert report.counts == {"done": 6, "partial": 1, "failed": 1, "missing": 1}
+    assert report.absent == {"out of memory": ["dog_run seed 2"], "missing": ["dog_run seed 3"]}
+
+
+def test_page_and_markdown(folder: SuiteFolder, tmp_path: Path, capsys):
+    file = tmp_path / "dmc.yaml"
+    suite = {
+        "text": "three tasks",
+        "methods": {
+            "tdmpc2": {
+                "title": "TD-MPC2 (5m)",
+                "experiment": "tdmpc2_dmc_state",
+                "tasks": ["walker_walk", "cheetah_run", "dog_run"],
+                "seeds": [1, 2, 3],
+                "frames": 100_000,
+                "published": ["TD-MPC2"],
+            }
+        },
+    }
+    file.write_text(json.dumps(suite))
+    assert main(["report", "--suite", str(file), "--results", str(tmp_path)]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page == folder.path / "report" / "index.html"
+    text = page.read_text()
+    for expected in (
+        "Suite dmc",
+        "960.0 (950.0 to 970.0)",
+        "inside",
+        "data:image/png",
+        "NVIDIA H200",
+        "out of memory",
+    ):
+        assert expected in text
+    assert (
+        main(
+            ["report", "--suite", str(file), "--results", str(tmp_path), "--markdown", str(tmp_path / "r.md")]
+        )
+        == 0
+    )
+    markdown = (tmp_path / "r.md").read_text()
+    assert "| walker_walk | 3 | 100k | 960.0 (950.0 to 970.0) | 961.9 (947.7 to 971.3) | inside |" in markdown
+    assert "TD-MPC2 (5m): 6 done, 1 partial, 1 failed, 1 missing of 9 runs" in markdown
+    assert "](dmc/curves.png)" in markdown and (folder.path / "curves.png").is_file()
+    assert max(len(line) for line in markdown.splitlines() if not line.startswith(("|", "Made by"))) <= 120
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--suite", "dmc_proprio", "--serve"], "--suite cannot be combined"),
+        (["--markdown", "x.md"], "--results and --markdown need --suite"),
+    ],
+)
+def test_wrong_options(words: list[str], says: str, capsys):
+    assert main(["report", *words]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_suite_without_results(tmp_path: Path):
+    with pytest.raises(LabError, match="has no results: run rl-lab suite dmc_proprio first"):
+        load_report(load_suite("dmc_proprio"), SuiteFolder(tmp_path))
+
+
+def test_results_page_is_what_the_report_writes(tmp_path: Path, monkeypatch):
+    """docs/results.md is made from docs/results/suites by the command that its first lines name."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "results.md").read_text()
+    words = text.partition("`rl-lab report --suite ")[2].partition("`")[0].split()
+    names = words[: words.index("--results")]
+    reports = [
+        load_report(suite, folder)
+        for suite, folder in suite_report.suite_folders(names, Path("docs/results/suites"))
+    ]
+    assert sorted(names) == sorted(path.name for path in Path("docs/results/suites").iterdir())
+    command = f"rl-lab report --suite {' '.join(words)}"
+    assert suite_report.markdown(reports, Path("docs/results.md"), command) == text
+    assert os.path.getsize(CURVES) < 50_000
