@@ -187,6 +187,7 @@ class SuiteRunner:
             *earlier,
             {"start": round(time.time(), 1), "seconds": 0.0, "gpu_seconds": 0.0},
         ]
+        write_json_atomic(self._file(name, "segments"), self._segments[name])
         write_json_atomic(self._file(name, "job"), self._order(planned))
         pack.start(self._job(name))
         word = "continued" if (self.folder.run_dir(name) / "config.yaml").is_file() else "started"

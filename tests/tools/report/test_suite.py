@@ -18,7 +18,7 @@ from rl_lab.tools.statistics import intervals
 from rl_lab.tools.suite.definition import Suite, load_suite, parse_suite
 from rl_lab.tools.suite.results import SuiteFolder
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # Of published_curves.yaml, read in the authors' files at 100,000 frames (seeds 1, 2, 3).
 WALKER = [966.7, 947.7, 971.3]
 CHEETAH = [454.4, 613.8, 489.2]
