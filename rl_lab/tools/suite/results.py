@@ -32,6 +32,7 @@ FORMAT = 1
 DONE, PARTIAL, FAILED, MISSING = "done", "partial", "failed", "missing"
 CURVE_POINTS = 40  # of training episodes in a result file
 ACHIEVEMENT = "collect/achievement_"
+OF_THE_MACHINE = ("run_dir", "output_root", "hydra")  # keys of a config
 
 
 class SuiteFolder:
@@ -259,6 +260,13 @@ def _episodes(rows: Sequence[Mapping[str, Any]], since: float = -1.0) -> list[tu
 
 def _config(run_dir: Path) -> Any:
     try:
-        return yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        return without_paths(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
+
+
+def without_paths(config: Any) -> Any:
+    """Return a config without the folders of the machine that it ran on."""
+    if not isinstance(config, Mapping):
+        return config
+    return {key: value for key, value in config.items() if key not in OF_THE_MACHINE}

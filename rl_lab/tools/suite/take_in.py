@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.tools.suite.definition import Method, Planned, Suite
-from rl_lab.tools.suite.results import DONE, FORMAT, PARTIAL, SuiteFolder
+from rl_lab.tools.suite.results import DONE, FORMAT, PARTIAL, SuiteFolder, without_paths
 from rl_lab.utils.files import read_json
 
 # Words of a command that change what is computed; all others are budget, cadence, output or speed.
@@ -34,7 +34,7 @@ def take_in(suite: Suite, folder: SuiteFolder, files: Sequence[Path]) -> Iterato
                 raise LabError(
                     f"{file} is of method {content['method']}, which suite {suite.name} does not have"
                 )
-            result = dict(content)
+            result = {**content, "config": without_paths(content.get("config"))}
         else:
             result = kept_result(suite, file, content)
         written = folder.write(result)

@@ -59,7 +59,7 @@ def test_achievements_are_weighted_by_episodes(tmp_path: Path):
 def test_result_of_a_run_folder(tmp_path: Path):
     suite = make_suite(["a"], [1], frames=400)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"half')
-    (tmp_path / "config.yaml").write_text("experiment: {seed: 1}\n")
+    (tmp_path / "config.yaml").write_text("experiment: {seed: 1}\nrun_dir: /home/me/run\n")
     segments = [
         {"start": 0.0, "seconds": 60.0, "gpu_seconds": 15.0},
         {"start": 9.0, "seconds": 30.0, "gpu_seconds": 3.0},
