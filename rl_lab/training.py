@@ -220,7 +220,7 @@ def _run(
         _describe_memory(run, say)
         with progress:
             run.orchestrator.run()
-        if not run.orchestrator.interrupted:
+        if run.orchestrator.watch is not None and not run.orchestrator.interrupted:
             run.orchestrator.watch.finished(run.orchestrator.scheduler)
     except LabError:
         raise
