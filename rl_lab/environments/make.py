@@ -56,6 +56,7 @@ SUITES = {
     "crafter": "rl_lab.environments.suites.crafter",
     "minigrid": "rl_lab.environments.suites.minigrid",
     "carracing": "rl_lab.environments.suites.carracing",
+    "pusht": "rl_lab.environments.suites.pusht",
     "popgym": "rl_lab.environments.suites.popgym",
     "memory_maze": "rl_lab.environments.suites.memory_maze",
     "multitask": "rl_lab.environments.suites.multitask",

@@ -26,6 +26,7 @@ SCENES: dict[str, tuple[str, dict[str, Any], int]] = {
     "crafter": ("crafter/reward", {}, 20),
     "minigrid": ("minigrid/DoorKey-8x8", {"observe": "rgb", "size": 63}, 10),
     "carracing": ("carracing/continuous", {"size": 64, "crop": True}, 60),
+    "pusht": ("pusht/pixels", {}, 10),
     "popgym": ("popgym/RepeatPreviousEasy", {}, 10),
     "memory_maze": ("memory_maze/9x9", {}, 10),
 }

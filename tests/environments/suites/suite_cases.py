@@ -18,6 +18,7 @@ PACKAGES = {
     "crafter": "crafter",
     "minigrid": "minigrid",
     "carracing": "Box2D",
+    "pusht": "pymunk",
     "popgym": "popgym",
     "memory_maze": "memory_maze",
 }
@@ -38,6 +39,8 @@ CASES = {
     "minigrid/BabyAI-GoToObj-v0": {"mission": 6},
     "carracing/discrete": {"size": 64, "crop": True},
     "carracing/continuous": {"backend": "envpool", "size": 64, "crop": True},
+    "pusht/keypoints": {},
+    "pusht/pixels": {},
     "popgym/RepeatPreviousEasy": {},
     "popgym/MineSweeperEasy": {"previous_action": True},
     "memory_maze/9x9": {},
