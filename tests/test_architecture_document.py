@@ -207,7 +207,7 @@ def test_the_example_trains_evaluates_and_resumes(project: Path, monkeypatch):
     resume(half.path)
     assert_same_run(run.path, half.path)
     agent = rl_lab.load_agent(run.path)
-    assert agent.act({"vector": np.array([0.0, 0.0, 0.1, 0.0], np.float32)}) in (0, 1)
+    assert agent.act(np.array([0.0, 0.0, 0.1, 0.0], np.float32)) in (0, 1)
 
 
 class Both(WorldModelWorkflow):
