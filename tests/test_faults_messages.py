@@ -67,7 +67,7 @@ MISTAKES = {
     "parts that do not fit": ([*TINY, "environment=dummy_dict", "components/encoder=mlp"], ["encoder"]),
     "sequence": (
         [*TINY, "buffers.replay.capacity=4"],
-        ["sequences of 5 rows do not fit", "capacity of at least"],
+        ["buffers.replay.capacity=4 is too small", "sequences of 5 rows", "at least 10"],
     ),
     "device": ([*TINY, "experiment.device=cuda:7"], ["experiment.device is 'cuda:7'", "use auto"]),
     "words of IRIS": (

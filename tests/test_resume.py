@@ -77,7 +77,7 @@ def test_refused_changes_on_resume_are_not_kept(tmp_path: Path):
     rl_lab.train(None, [*RUNS["random"], *QUIET, "training.total_timesteps=20", f"run_dir={run}"])
     before = (run / "config.yaml").read_text()
     refused = {
-        "algorithm.batch_size=3": "cannot become 3",
+        "buffers.replay.capacity=3": "cannot become 3",
         "training.total_timesteps=many": "total_timesteps",
         "environment.restarts={limit: -1}": "restarts",  # found only when the run is built
         "experiment.device=cuda:99": "cuda",

@@ -115,10 +115,15 @@ class WorldModelWorkflow(ABC):
         return name
 
     def plain_batch(self) -> BatchSpec:
-        """Batch of the plain hooks: `batch_length` transitions that never cross the end of an episode."""
-        algorithm = self._bound().config.algorithm
-        size, length = algorithm.get("batch_size", 16), algorithm.get("batch_length", 64)
-        return BatchSpec(size=int(size), length=int(length) + 1, boundary="within")
+        """Batch of the plain hooks: `batch_length` transitions that never cross the end of an episode.
+
+        `debug.plain_batch` has upper limits: the episodes of debug=tiny are short.
+        """
+        config = self._bound().config
+        algorithm, limits = config.algorithm, (config.get("debug") or {}).get("plain_batch") or {}
+        size, length = int(algorithm.get("batch_size", 16)), int(algorithm.get("batch_length", 64))
+        size, length = min(size, limits.get("size", size)), min(length, limits.get("length", length))
+        return BatchSpec(size=size, length=length + 1, boundary="within")
 
     # ---------------------------------------------------------------- acting
 

@@ -12,6 +12,7 @@ from rl_lab.build import environment_spec
 from rl_lab.config.checks import check_config
 from rl_lab.config.compose import compose_config, fill_dims, resolve_config, to_plain
 from rl_lab.errors import ConfigError
+from rl_lab.workflows.random import RandomWorkflow
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -60,9 +61,15 @@ def test_order_of_precedence(tmp_path: Path):
     assert config.algorithm.batch_length == 9  # command line over debug
 
 
+class YourWorkflow(RandomWorkflow):
+    """A workflow without declared settings: any key of `algorithm` is its own."""
+
+    settings_type = None
+
+
 def founding_yaml(folder: Path) -> None:
     """Write the YAML of the founding document's "Implementing a New Algorithm", with new `_target_` paths."""
-    write(folder, "workflow/your_algorithm", "_target_: rl_lab.workflows.random.RandomWorkflow\n")
+    write(folder, "workflow/your_algorithm", "_target_: tests.config.test_compose.YourWorkflow\n")
     write(
         folder,
         "components/representation_learner/your_encoder",

@@ -14,7 +14,7 @@ from rl_lab.errors import ConfigError, LabError
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import HookInfo, PhaseDefinition, parse_phases
 from rl_lab.orchestration.update_check import MAX_SHORT_EPISODES, UpdateWatch, check_updates
-from rl_lab.records import BatchSpec, Episode, Hook
+from rl_lab.records import AnyHook, BatchSpec, Episode, EvolveHook, Hook, UpdateResult
 
 BATCH = BatchSpec(size=2, length=5)
 WITHIN = BatchSpec(size=2, length=5, boundary="within")
@@ -36,11 +36,16 @@ class Buffer:
         return True
 
 
-def hooks(batch: BatchSpec | None = BATCH, kind: Any = "update") -> dict[str, Hook]:
-    return {"update": Hook(lambda *_: {}, batch=batch, kind=kind)}
+def hooks(batch: BatchSpec | None = BATCH) -> dict[str, AnyHook]:
+    return {"update": Hook(lambda *_: UpdateResult({}), batch=batch)}
 
 
-def parsed(phases: list[dict], known: dict[str, Hook]) -> list[PhaseDefinition]:
+def evolution() -> dict[str, AnyHook]:
+    evolvable: Any = object()
+    return {"update": EvolveHook(evolvable)}
+
+
+def parsed(phases: list[dict], known: dict[str, AnyHook]) -> list[PhaseDefinition]:
     return parse_phases(phases, {name: HookInfo(hook.kind) for name, hook in known.items()}, ["replay"])
 
 
@@ -112,7 +117,7 @@ ACCEPTED = {
     "stored rows": lambda: check([JOINT], 4, buffer=Buffer(size=1)),
     "no batch": lambda: check([JOINT], 4, None),
     "offline": lambda: check([{"name": "x", "type": "offline", "duration_updates": 1, "workflow_hooks": ["update"]}], 4),
-    "evolve": lambda: check([{"name": "x", "duration_updates": 1, "workflow_hooks": ["update"]}], 4, known=hooks(None, "evolve")),
+    "evolve": lambda: check([{"name": "x", "duration_updates": 1, "workflow_hooks": ["update"]}], 4, known=evolution()),
     "rows of any length": lambda: check([JOINT], 4, steps_known=False),
     "evaluation": lambda: check([{"name": "x", "type": "eval_only", "workflow_hooks": ["evaluate"]}], 4),
     "collects with loaded weights": lambda: check([SEED], 1000, collects_only=True),
@@ -172,6 +177,8 @@ from rl_lab.workflows.random import RandomWorkflow
 class Learner(RandomWorkflow):
     """Random actions, and a plain update that samples within episodes."""
 
+    settings_type = None
+
     def update_world_model(self, batch, *, phase):
         return {"loss": 0.0}
 
@@ -187,7 +194,7 @@ def test_plain_workflow_on_short_episodes_stops(tmp_path: Path, monkeypatch):
     words += ["training.phases=[{name: joint, workflow_hooks: [collect, update_world_model]}]"]
     words += ["training.total_timesteps=100000", "environment.task=CartPole-v1"]
     with pytest.raises(LabError, match=r"phase 'joint' cannot update: .* 201 rows of one episode"):
-        rl_lab.train("random_cartpole", [*words, "algorithm.batch_length=200"])
+        rl_lab.train("random_cartpole", [*words, "+algorithm.batch_length=200"])
 
 
 def test_command_says_so_and_stops(tmp_path: Path, capsys):

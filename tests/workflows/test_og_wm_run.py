@@ -24,6 +24,7 @@ TINY = [
     "experiment=og_wm_cartpole_pixels",
     "debug=tiny",
     "environment.task=dummy/dict",
+    "environment.observations=[image]",
     "environment.pixels=false",
     "environment.wrappers={}",
     "environment.time_limit=null",

@@ -20,6 +20,7 @@ from rl_lab.tools.suite.results import SuiteFolder
 from rl_lab.tools.suite.runner import Machine
 from tests.tools.suite.suite_case import make_runner, make_suite
 
+ROOT = Path(__file__).resolve().parents[3]
 H200 = Gpu("0", "NVIDIA H200", 139.0)
 
 
@@ -142,7 +143,10 @@ def test_two_machines_share_a_folder(tmp_path: Path, monkeypatch):
     )
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), f"ready_{number}"], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, str(tmp_path), f"ready_{number}"],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         for number in range(2)
     ]
@@ -161,7 +165,7 @@ def test_suite_killed_with_sigkill_continues(tmp_path: Path, monkeypatch):
         "from tests.tools.suite.suite_case import make_runner, make_suite\n"
         "make_runner(make_suite(['a'], [1]), Path(sys.argv[1]))[0].run()"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
     metrics = tmp_path / "runs" / "m.a.seed1" / "metrics.jsonl"
     limit = time.monotonic() + 60
     while time.monotonic() < limit and not metrics.exists():
