@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from rl_lab.agent import Agent, load_agent
     from rl_lab.environments.make import make_env
     from rl_lab.environments.world_model_env import WorldModelEnv
+    from rl_lab.tools.check_env import EnvCheck, check_env
     from rl_lab.tools.evaluate import evaluate
     from rl_lab.training import RunResult, resume, train
 
 __version__ = "0.1.0"
 __all__ = [
     "Agent",
+    "EnvCheck",
     "RunResult",
     "WorldModelEnv",
+    "check_env",
     "evaluate",
     "load_agent",
     "make_env",
@@ -37,8 +40,10 @@ __all__ = [
 
 _MODULES = {
     "Agent": "rl_lab.agent",
+    "EnvCheck": "rl_lab.tools.check_env",
     "RunResult": "rl_lab.training",
     "WorldModelEnv": "rl_lab.environments.world_model_env",
+    "check_env": "rl_lab.tools.check_env",
     "evaluate": "rl_lab.tools.evaluate",
     "load_agent": "rl_lab.agent",
     "make_env": "rl_lab.environments.make",

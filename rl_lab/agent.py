@@ -18,7 +18,15 @@ from rl_lab.environments.make import env_config_options, probe
 from rl_lab.environments.native import NativeForm
 from rl_lab.environments.normalizer import ObservationNormalizer, make_normalizer
 from rl_lab.environments.spec import UnusableRow, typed_array
-from rl_lab.errors import CheckpointError, ConfigError, LabError, closest, one_line, unexpected
+from rl_lab.errors import (
+    CheckpointError,
+    ConfigError,
+    LabError,
+    closest,
+    one_line,
+    one_line_errors,
+    unexpected,
+)
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.records import OBS_PREFIX, ActMode, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
@@ -196,6 +204,7 @@ class Agent:
         return False
 
 
+@one_line_errors()
 def load_agent(run: Path | str | None = None, *, checkpoint: str = "last", device: str = "auto") -> Agent:
     """Load the agent of a run: its folder, or a checkpoint file in it; None: the newest run in ./outputs.
 

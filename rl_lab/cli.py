@@ -18,6 +18,7 @@ from rl_lab.errors import LabError, closest, unexpected
 # verb -> (module with add_arguments and main, one line of help)
 VERBS = {
     "train": ("rl_lab.tools.train", "train an experiment: rl-lab train +experiment=NAME key=value …"),
+    "check": ("rl_lab.tools.check_env", "try your own environment: rl-lab check my_env:MyEnv"),
     "resume": ("rl_lab.tools.resume", "continue a run: rl-lab resume RUN [key=value …]"),
     "eval": ("rl_lab.tools.evaluate", "evaluate a trained agent"),
     "play": ("rl_lab.tools.play", "watch an agent, or play in its world model: rl-lab play RUN [-w] [--web]"),
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
+    if debug:
+        os.environ["RL_LAB_DEBUG"] = "1"  # functions for notebooks keep the errors that caused an error, too
     # Without it a crash inside a driver or a simulator would end a run without any message.
     if not faulthandler.is_enabled():
         faulthandler.enable()

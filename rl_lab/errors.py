@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 import shlex
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -41,6 +43,20 @@ class EnvironmentFaultError(LabError):
 
 class OutOfMemoryError(LabError):
     """The device is out of memory; the message lists what uses it and how to reduce that."""
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Raise a LabError without the errors that caused it: in a notebook their tracebacks would bury the message.
+
+    RL_LAB_DEBUG=1 keeps them.
+    """
+    try:
+        yield
+    except LabError as error:
+        if os.environ.get("RL_LAB_DEBUG"):
+            raise
+        raise error.with_traceback(None) from None
 
 
 def closest(name: str, known: Iterable[str], limit: int = 3) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +15,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_lab.build import Run, build_run, probe_environment
 from rl_lab.config.checks import check_config
-from rl_lab.config.compose import change_key, compose_config, resolve_config, select, to_plain, unread
+from rl_lab.config.compose import (
+    change_key,
+    compose_config,
+    name_by_task,
+    resolve_config,
+    select,
+    to_plain,
+    unread,
+)
 from rl_lab.config.saved import check_same_config, check_same_spec, drop_unread, refuse_unsafe
 from rl_lab.environments.native import NativeForm
-from rl_lab.errors import CheckpointError, ConfigError, LabError, unexpected
+from rl_lab.environments.suites.gym import PYTHON, name_task, remember
+from rl_lab.errors import CheckpointError, ConfigError, LabError, one_line_errors, unexpected
 from rl_lab.orchestration.update_check import UpdateWatch, check_updates
 from rl_lab.records import Spec
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
@@ -40,21 +50,64 @@ class RunResult:
     eval_return_mean: float | None = None  # of the last evaluation, if there was one
 
 
+OWN_ENVIRONMENT = "dreamer_gym"  # the experiment of `train(env=MyEnv)`
+Overrides = str | Sequence[str] | Mapping[str, Any]
+
+
+@one_line_errors()
 def train(
     experiment: str | None = None,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    overrides: Overrides = (),
     *,
+    env: Any = None,
     config_dirs: Sequence[Path | str] = (),
     say: Callable[[str], None] = print,
 ) -> RunResult:
     """Train an experiment by name.
 
     rl_lab.train("dreamer_cartpole", ["training.total_timesteps=2000", "experiment.seed=1"])
+    rl_lab.train("dreamer_gym", {"training.total_timesteps": 20000}, env=MyEnv)
+
+    overrides: words of the command line, as a list or one string, or a dict of keys and values
+    env:       the environment: a class, a function that creates one, a Gymnasium id or an import path. A class of a
+               notebook or of the running script is sent to worker processes by value; a later `resume` or `evaluate`
+               in another program has to pass it again.
     """
-    items = [f"{k}={v}" for k, v in overrides.items()] if isinstance(overrides, Mapping) else list(overrides)
-    if experiment:
-        items.insert(0, f"experiment={experiment}")
+    items = override_words(overrides)
+    if env is not None:
+        items = [*environment_words(env), *items]
+    if experiment or env is not None:
+        items.insert(0, f"experiment={experiment or OWN_ENVIRONMENT}")
     return train_config(compose_config(items, config_dirs=config_dirs), items, say=say)
+
+
+def override_words(overrides: Overrides) -> list[str]:
+    """Return `key=value` words; a string is split as a shell does."""
+    if isinstance(overrides, str):
+        return shlex.split(overrides)
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_value_text(key, value)}" for key, value in overrides.items()]
+    return list(overrides)
+
+
+def environment_words(env: Any) -> list[str]:
+    """Return the words that choose an environment given as a class, a function or a name."""
+    return ["environment=gym", f"environment.task={name_task(env)}"]
+
+
+def _value_text(key: str, value: Any) -> str:
+    """Return a value of Python in the form of an override; a string is passed as it is."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if key == "environment.task":
+        return name_task(value)
+    if isinstance(value, str | int | float | Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{_value_text('', v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_value_text("", item) for item in value) + "]"
+    raise ConfigError(f"{key} is a {type(value).__name__}: overrides are text, numbers, lists, dicts or None")
 
 
 def train_config(
@@ -66,6 +119,7 @@ def train_config(
             "launch=pack is for several runs: add --multirun and values such as experiment.seed=0,1"
         )
     _make_paths_absolute(config)
+    name_by_task(config, overrides)
     run_dir = _run_dir(config)
     if run_dir is not None and run_dir.exists():
         return _resume_existing(run_dir, config, say)
@@ -95,19 +149,35 @@ def train_config(
             raise
 
 
+@one_line_errors()
 def resume(
-    run: Path | str, overrides: Sequence[str] = (), *, say: Callable[[str], None] = print
+    run: Path | str, overrides: Overrides = (), *, env: Any = None, say: Callable[[str], None] = print
 ) -> RunResult:
-    """Continue a run from its newest intact checkpoint. Only the keys in SAFE_ON_RESUME may change."""
+    """Continue a run from its newest intact checkpoint. Only the keys in SAFE_ON_RESUME may change.
+
+    env: the class or function that `train` was given, if the run is continued by another program than began it
+    """
     folder = RunFolder(run)
+    if env is not None:
+        use_environment(folder, env)
     config = _load_saved(folder, say)
     _make_paths_absolute(config)
     before = OmegaConf.to_container(config)
-    for override in overrides:
+    for override in override_words(overrides):
         path, _, value = override.lstrip("+").partition("=")
         change_key(config, path, value)
     _make_paths_absolute(config)
     return _resume_changed(folder, before, config, say)
+
+
+def use_environment(folder: RunFolder, env: Any) -> None:
+    """Make `env` the environment that a saved run names, if the run was given a Python object."""
+    task, given = str(select(folder.load_config(), "environment.task")), name_task(env)
+    prefix, _, name = task.partition(":")
+    if prefix == PYTHON and not isinstance(env, str):
+        remember(name, env)
+    elif task != given:
+        raise ConfigError(f"env: {folder.path} was trained in {task}, not in {given}: leave env out")
 
 
 def _make_paths_absolute(config: DictConfig) -> None:
@@ -134,6 +204,10 @@ def _resume_existing(folder: RunFolder, config: DictConfig, say: Callable[[str],
     """Resume because the command was repeated with the same run folder."""
     saved = _load_saved(folder, say)
     _make_paths_absolute(saved)
+    if str(config.experiment.name).startswith(
+        str(saved.experiment.name)
+    ):  # an older version did not add the task
+        config.experiment.name = saved.experiment.name
     resolve_config(config, folder.load_spec())
     return _resume_changed(folder, OmegaConf.to_container(saved), config, say)
 

@@ -6,12 +6,13 @@ Hydra composes the files; this module adds the sizes that come from the environm
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,9 @@ def normalise_override(override: str) -> str:
         raise ConfigError(
             f"{override}: use {override.removeprefix('tdmpc_')}, the word for the sizes of every algorithm"
         )
+    short = re.match(r"^\+{0,2}(env|task|steps|seed)=(.*)$", override)
+    if short:
+        raise ConfigError(f"{override}: {_long_form(short[1], short[2])}")
     override = re.sub(r"^(environment\.eval\.\w+=)", r"++\1", override)
     override = re.sub(r"^\+(experiment|size|debug)=", r"\1=", override)
     package = re.match(r"^(\+?)([\w/]+)@([\w.]+)=", override)
@@ -81,16 +85,26 @@ def normalise_override(override: str) -> str:
     return override
 
 
+def _long_form(key: str, value: str) -> str:
+    """Return what to type instead of a short key such as `env=Acrobot-v1`."""
+    if key == "env":
+        return f"the key is 'environment'.{_task_hint(value, known_choices('environment'))}"
+    names = {"task": "environment.task", "steps": "training.total_timesteps", "seed": "experiment.seed"}
+    return f"use {names[key]}={value}"
+
+
 def register_resolvers() -> None:
     """Register arithmetic for sizes: `${add:${_dims.observation},10}`, `${mul:…}`, `${floordiv:…}`, `${least:…}`.
 
     `least` ignores null, and `floordiv` of null is null, so that `training.total_timesteps` may be null.
+    `${task_name:${environment.task}}` is the task's part of a run's name.
     """
-    resolvers = {
+    resolvers: dict[str, Callable[..., Any]] = {
         "add": lambda *numbers: sum(numbers),
         "mul": lambda first, second: first * second,
         "floordiv": lambda first, second: None if first is None else first // second,
         "least": lambda *numbers: min(number for number in numbers if number is not None),
+        "task_name": task_name,
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
@@ -163,6 +177,28 @@ def config_folders() -> list[Path]:
             continue
         folders |= dict.fromkeys(Path(path).resolve() for path in spec.submodule_search_locations)
     return list(folders)
+
+
+# ---------------------------------------------------------------- names
+
+
+def task_name(task: Any) -> str:
+    """Return the last part of a task: "Reach" of my_env:Reach, "pong" of atari100k/pong."""
+    return re.split(r"[:/]", str(task))[-1] or "unnamed"
+
+
+def name_by_task(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Add the task to the run's name if the words chose another environment than the experiment's own.
+
+    Without it a run of `environment=gym environment.task=Acrobot-v1` would be called dreamer_cartpole everywhere.
+    """
+    words = [override.lstrip("+") for override in overrides]
+    chosen = any(word.startswith(("environment=", "environment.task=")) for word in words)
+    if not chosen or any(word.startswith("experiment.name=") for word in words):
+        return
+    name, task = str(select(config, "experiment.name")), task_name(select(config, "environment.task"))
+    if task.lower() not in name.lower():
+        OmegaConf.update(config, "experiment.name", f"{name}_{task}")
 
 
 # ---------------------------------------------------------------- dims
@@ -336,6 +372,8 @@ def explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[Pa
                 else ""
             )
             return f"{group}={name} does not exist.{hint or closest(name, known)}"
+        if group == "environment":
+            return f"environment={name}: no environment config has this name.{_task_hint(name, known)}"
         return f"{group}={name} does not exist.{closest(name, known)}"
     key = re.search(r"Key '[^']+' is not in struct\s+full_key: ([\w.]+)", text)
     key = key or re.search(r"Could not override '([\w/@.]+)'", text)
@@ -343,6 +381,22 @@ def explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[Pa
         path = key[1]
         return f"{path} is not a known key.{_nearest_keys(path, overrides)} (+{path}=… adds a new key)"
     return _first_line(error)
+
+
+def _task_hint(name: str, known: Sequence[str]) -> str:
+    """Return what to type for a name that was given as environment=NAME or env=NAME."""
+    import gymnasium
+
+    from rl_lab.environments.make import task_words
+    from rl_lab.environments.suites.gym import nearest
+
+    words = f"environment={name}" if name in known else task_words(name)
+    if words:
+        return f" Use {words}"
+    task = nearest(name, list(gymnasium.registry))
+    if not task or difflib.get_close_matches(name, known, cutoff=0.75):
+        return closest(name, known)
+    return f"{task} Use environment=gym environment.task=TASK"
 
 
 # Keys of IRIS and Δ-IRIS that resemble none of ours (docs/howto/coming_from.md has all names).

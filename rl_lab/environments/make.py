@@ -30,7 +30,7 @@ from rl_lab.environments.faults import RestartLimit
 from rl_lab.environments.native import form_data
 from rl_lab.environments.normalizer import make_normalizer
 from rl_lab.environments.spec import spec_of
-from rl_lab.environments.suites.gym import nearest
+from rl_lab.environments.suites.gym import name_task, nearest
 from rl_lab.environments.vector import VectorEnv, default_workers
 from rl_lab.environments.wrappers import (
     ActionRepeat,
@@ -44,7 +44,7 @@ from rl_lab.environments.wrappers import (
     resized,
     without_time_limit,
 )
-from rl_lab.errors import ConfigError, LabError, MissingPackageError, install_line
+from rl_lab.errors import ConfigError, LabError, MissingPackageError, install_line, one_line_errors
 from rl_lab.records import Spec
 
 SUITES = {
@@ -140,6 +140,7 @@ class EnvFactory:
             raise
 
 
+@one_line_errors()
 def make_env(
     task: Task,
     num_envs: int = 1,
@@ -278,6 +279,21 @@ def suites() -> dict[str, str]:
     return {**others, **SUITES}
 
 
+def task_words(name: str) -> str:
+    """Return the words that choose a task by any of its names, or "" for an unknown one."""
+    suite, slash, task = canonical(name).partition("/")
+    if ":" in name or name in gymnasium.registry:
+        return f"environment=gym environment.task={name}"
+    if slash and suite in suites():
+        return f"environment={suite} environment.task={task}"
+    others = {
+        known: importlib.import_module(module).tasks() for known, module in SUITES.items() if known != "gym"
+    }
+    return " or ".join(
+        f"environment={known} environment.task={name}" for known in others if name in others[known]
+    )
+
+
 def _factory(
     task: Task,
     *,
@@ -316,6 +332,8 @@ def _split(task: Task) -> tuple[str, str, Any]:
     gym = SUITES["gym"]
     if callable(task):
         return getattr(task, "__name__", type(task).__name__), gym, task
+    if not isinstance(task, str):
+        name_task(task)  # says what it must be
     task = canonical(task)
     if task in gymnasium.registry:
         return task, gym, task

@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 
 from rl_lab.environments.suites.crafter import ACHIEVEMENT, crafter_score
-from rl_lab.errors import ConfigError, LabError, one_line
+from rl_lab.errors import ConfigError, LabError, one_line, one_line_errors
 from rl_lab.records import Episode, return_statistics
 from rl_lab.tools.published import Task, normalisation
 from rl_lab.tools.statistics import describe
@@ -119,6 +119,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+@one_line_errors()
 def evaluate(
     run: Path | str | None,
     *,
@@ -133,6 +134,7 @@ def evaluate(
     json_file: str | None = None,
     csv_file: str | None = None,
     environment: Mapping[str, Any] | None = None,  # changed settings of the evaluation environments
+    env: Any = None,  # the class or function that `train` was given, if another program evaluates
 ) -> dict[str, Any]:
     """Run new episodes; write JSON, CSV and videos; return the JSON's content with `files` and `remarks`."""
     from omegaconf import OmegaConf
@@ -144,11 +146,14 @@ def evaluate(
     from rl_lab.tools.published import Task
     from rl_lab.tools.report.runs import flatten
     from rl_lab.tools.terminal import WorkProgress
+    from rl_lab.training import use_environment
     from rl_lab.utils.files import write_atomic, write_json_atomic
 
     if episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, not {episodes}")
     folder = find_run(run, output_root(None))
+    if env is not None:
+        use_environment(folder, env)
     agent = load_agent(run or folder.path, checkpoint=checkpoint, device=device)
     if sample is None:
         sample = bool(agent.config.training.evaluate.sample)
@@ -223,20 +228,20 @@ def evaluate(
     return {**result, "files": files, "remarks": remarks}
 
 
-def parse_changes(words: Sequence[str]) -> dict[str, Any]:
-    """Parse `key=value` words; values are YAML."""
+def parse_changes(words: Sequence[str], option: str = "--env") -> dict[str, Any]:
+    """Parse the `key=value` words of an option; values are YAML."""
     import yaml
 
     changes: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ConfigError(f"--env {word}: write KEY=VALUE, such as time_limit=500")
+            raise ConfigError(f"{option} {word}: write KEY=VALUE, such as time_limit=500")
         try:
             changes[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(
-                f"--env {word}: the value is not YAML ({str(error).splitlines()[0]})"
+                f"{option} {word}: the value is not YAML ({str(error).splitlines()[0]})"
             ) from error
     return changes
 

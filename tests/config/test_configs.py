@@ -17,14 +17,20 @@ EXPERIMENTS = [
     pytest.param(name, marks=pytest.mark.learning) if name in SLOW else name
     for name in known_choices("experiment")
 ]
+OWN = {  # presets for any task: words, and the name that the task gives them
+    "dreamer_gym": (["environment.task=Acrobot-v1"], "dreamer_Acrobot-v1"),
+    "dreamer_gym_vision": (["environment.task=dummy/dict"], "dreamer_dict"),
+    "tdmpc2_gym": (["environment.task=Pendulum-v1"], "tdmpc2_Pendulum-v1"),
+}
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_trains(name: str, tmp_path: Path):
-    words = [f"experiment={name}", "debug=tiny", *QUIET, f"run_dir={tmp_path / 'run'}"]
+    own, run_name = OWN.get(name, ([], name))
+    words = [f"experiment={name}", "debug=tiny", *QUIET, *own, f"run_dir={tmp_path / 'run'}"]
     config = compose_config(words)
-    assert config.experiment.name == name
+    assert config.experiment.name == run_name
     try:
         run = rl_lab.train(None, words)
     except MissingPackageError as error:

@@ -19,11 +19,42 @@ import gymnasium
 from rl_lab.errors import ConfigError, MissingPackageError
 
 EXTRA = "classic"  # most registered ids need it
+PYTHON = "python"  # module of the tasks that a program passed as objects: "python:MyEnv"
+
+_given: dict[str, Callable[..., Any]] = {}  # name -> class or factory that this program passed
 
 
 def tasks() -> list[str]:
     """Return the ids that are registered now; importing packages can register more."""
     return sorted(gymnasium.registry)
+
+
+def name_task(env: Any) -> str:
+    """Return the task of an environment that a program passes: a name, a class, or a function that creates one.
+
+    A class or function of a module becomes its import path. One of a notebook, of the running script or of another
+    function has none: it is remembered under "python:NAME", which only this program can look up.
+    """
+    if isinstance(env, str):
+        return env
+    if isinstance(env, gymnasium.envs.registration.EnvSpec):
+        return env.id
+    if isinstance(env, gymnasium.Env) or not callable(env):
+        raise ConfigError(
+            f"env is a {type(env).__name__}, and a run needs several environments: pass a class, a function that "
+            "creates one (lambda: MyEnv(size=3)), a Gymnasium id or an import path ('my_env:MyEnv')"
+        )
+    module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", type(env).__name__)
+    if module and module != "__main__" and _attribute(sys.modules.get(module), name) is env:
+        return f"{module}:{name}"
+    name = "lambda" if "<lambda>" in name else name.rpartition(".")[2]
+    remember(name, env)
+    return f"{PYTHON}:{name}"
+
+
+def remember(name: str, env: Callable[..., Any]) -> None:
+    """Make `env` the environment "python:NAME" of this program."""
+    _given[name] = env
 
 
 def resolve(task: Any) -> Any:
@@ -92,6 +123,8 @@ def _plain(name: str) -> str:
 def _import(path: str) -> Any:
     """Import `module:name`, where the name is a class, a function, or an id that the module registers."""
     module_name, _, name = path.partition(":")
+    if module_name == PYTHON:
+        return _given_or_defined(name)
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # an installed command does not search the current folder
     try:
@@ -106,15 +139,32 @@ def _import(path: str) -> Any:
             f"module '{module_name}' calls sys.exit({error.code!r}) when it is imported: move the code of the script "
             'below if __name__ == "__main__"'
         ) from error
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    found = _attribute(module, name)
     if callable(found):
         return found
     if name in gymnasium.registry:
         return gymnasium.registry[name]
     public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     raise ConfigError(f"module '{module_name}' has no environment '{name}'.{nearest(name, public)}")
+
+
+def _given_or_defined(name: str) -> Any:
+    """Return the environment "python:NAME": one that was passed, or a class or function of the running program."""
+    found = _given.get(name) or _attribute(sys.modules.get("__main__"), name)
+    if callable(found):
+        return found
+    raise ConfigError(
+        f"environment.task={PYTHON}:{name} was a Python object of the program that started the run: pass it again, as "
+        f"in rl_lab.resume(run, env={name}) or rl_lab.evaluate(run, env={name}); for the command line, put it into a "
+        f"file and train with environment.task=my_file:{name}"
+    )
+
+
+def _attribute(module: Any, name: str) -> Any:
+    """Return the object at a dotted name in a module, or None."""
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
 
 
 def _accepts(factory: Callable[..., Any], name: str) -> bool:
