@@ -18,6 +18,7 @@ from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
 from rl_lab.buffers.episodes.buffer import episode_folder
 from rl_lab.buffers.episodes.store import EpisodeStore
 from rl_lab.buffers.episodes.writer import OpenEpisodes
+from rl_lab.buffers.formats.zarr_layout import Keys, ZarrEpisodes, is_zarr_layout
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.buffers.ring import Array, as_rows
 from rl_lab.buffers.row_layout import Bytes, RowLayout, check_row, read_layout
@@ -34,9 +35,10 @@ class OfflineBuffer(ReplayBuffer):
     """ReplayBuffer with stored data. Only mutable columns (latents) and added columns can be written.
 
     path:     a run folder or a checkpoint in it, the folder of an EpisodeBuffer, a folder of episode files,
-              or one episode file
+              one episode file, or a zarr folder in the layout of Diffusion Policy
     spec:     of the environment that the data must match
     buffer:   name of the buffer in that run
+    observations, episodes: of a zarr folder; see formats/zarr_layout.py
     device, storage, folder, mutable, samplers, chunk_rows: see ReplayBuffer
     """
 
@@ -49,6 +51,8 @@ class OfflineBuffer(ReplayBuffer):
         path: Path | str,
         spec: Spec,
         buffer: str = "replay",
+        observations: Mapping[str, Keys] | None = None,
+        episodes: int | None = None,
         device: torch.device | str = "cpu",
         storage: str = "auto",
         folder: Path | str | None = None,
@@ -57,7 +61,7 @@ class OfflineBuffer(ReplayBuffer):
         chunk_rows: int = 1024,
     ) -> None:
         self.path = Path(path).expanduser().absolute()
-        self.source = open_source(self.path, spec, buffer)
+        self.source = open_source(self.path, spec, buffer, observations, episodes)
         streams, length = self.source.num_streams, self.source.length
         super().__init__(
             columns,
@@ -171,8 +175,20 @@ class RowSource(Protocol):
     def notes(self) -> list[str]: ...
 
 
-def open_source(path: Path, spec: Spec, buffer: str) -> RowSource:
-    """Open a run, a checkpoint, the folder of an EpisodeBuffer, or one or more episode files."""
+def open_source(
+    path: Path,
+    spec: Spec,
+    buffer: str,
+    observations: Mapping[str, Keys] | None = None,
+    episodes: int | None = None,
+) -> RowSource:
+    """Open a run, a checkpoint, the folder of an EpisodeBuffer, a zarr folder, or one or more episode files."""
+    if is_zarr_layout(path):
+        return ZarrEpisodes(path, spec, observations, episodes)
+    if observations is not None or episodes is not None:
+        raise ConfigError(
+            f"{path}: `observations` and `episodes` are for data in a zarr folder, which it is not; remove them"
+        )
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist: use a run folder, or a folder of .npz or .pt episode files"

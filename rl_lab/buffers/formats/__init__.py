@@ -1,0 +1,1 @@
+"""Data formats of stored episodes."""
