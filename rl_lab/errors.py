@@ -37,6 +37,17 @@ class RunLockedError(LabError):
     """Another process is using this run folder."""
 
 
+class RunFolderLostError(LabError):
+    """The run folder was moved, deleted or replaced while the run was going on.
+
+    moved_to: where it is now, if that is known
+    """
+
+    def __init__(self, message: str, moved_to: Path | None = None) -> None:
+        super().__init__(message)
+        self.moved_to = moved_to
+
+
 class EnvironmentFaultError(LabError):
     """Environments failed more often than `environment.restarts` allows; the message has the last failure."""
 
