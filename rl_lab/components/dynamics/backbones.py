@@ -245,7 +245,7 @@ class PretrainedBackbone(nn.Module):
     """A `SequenceBackbone` on top of a language model of Hugging Face, or of one with random weights as a control.
 
     path:        folder or name on the hub (see `language_model.load_language_model`, also for `weights`,
-                 `revision` and `positions`)
+                 `revision`, `positions` and `layers`)
     dim, length: width of the embeddings and longest sequence, as for every backbone
     trained:     norms, frozen, last, lora or all (see `language_model.choose_trained`, also for `last`, `rank`)
 
@@ -267,10 +267,13 @@ class PretrainedBackbone(nn.Module):
         weights: str = "pretrained",
         revision: str | None = None,
         positions: bool = True,
+        layers: int | None = None,
     ) -> None:
         super().__init__()
         self.dim, self.length = dim, length
-        self.model = load_language_model(path, weights=weights, revision=revision, positions=positions)
+        self.model = load_language_model(
+            path, weights=weights, revision=revision, positions=positions, layers=layers
+        )
         config = self.model.config
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and length > limit:

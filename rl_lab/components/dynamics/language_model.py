@@ -21,13 +21,19 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # "gpt2", "openai-community/gpt2"
 
 
 def load_language_model(
-    path: Path | str, *, weights: str = "pretrained", revision: str | None = None, positions: bool = True
+    path: Path | str,
+    *,
+    weights: str = "pretrained",
+    revision: str | None = None,
+    positions: bool = True,
+    layers: int | None = None,
 ) -> Any:
     """Load a model in float32, without its head and its token embeddings; an encoder gets a causal mask.
 
     path:      folder with config.json and *.safetensors, as `save_pretrained` writes, or a name on the hub
     weights:   "random": only the config is read, and the weights are drawn from torch's generator
     revision:  commit or tag on the hub
+    layers:    only the first so many blocks; None: all
     positions: False sets a table of learned positions to zero; rotary positions cannot be removed
     """
     if weights not in WEIGHTS:
@@ -56,6 +62,7 @@ def load_language_model(
         config = AutoConfig.from_pretrained(source, **where)
         config.is_decoder = True  # an encoder (BERT) attends to the past only
         config.add_cross_attention = False
+        config.num_hidden_layers = min(layers or config.num_hidden_layers, config.num_hidden_layers)
         if weights == "random":
             model = AutoModel.from_config(config, trust_remote_code=False, **build).float()
         else:
