@@ -23,8 +23,9 @@ import argparse
 import statistics
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from rl_lab.components.nn.quantizers import code_shares, entropy_bits
 from rl_lab.components.representation_learners.tokenizer import to_frames
 from rl_lab.config.compose import compose_config, resolve_config, to_plain
 from rl_lab.environments.make import make_configured_env
-from rl_lab.errors import LabError, closest
+from rl_lab.errors import LabError, closest, one_line
 from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.updates import HookRunner
@@ -155,26 +156,39 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         stored = Stored(options, Path(folder))
         for name, variant in variants.items():
-            print(f"{name} …", flush=True)
-            begin = time.perf_counter()
-            lab = Lab(options, variant.words, stored)
-            times: list[float] = []
-            if variant.pretrain:
-                lab.train("tokenizer", stored.buffer("other"), options.updates)
-            if variant.trained:
-                times, memory = lab.train("tokenizer", stored.buffer("train"), options.updates)
-            else:
-                memory = float("nan")
-            measured = lab.measure_tokenizer(stored.held_out(lab))
-            lab.train("world_model", stored.buffer("train"), options.updates)
-            measured |= lab.measure_world_model(stored.held_out(lab))
-            measured |= {"ms": statistics.median(times) if times else float("nan"), "memory_mb": memory}
-            measured["parameters"] = lab.parameters("tokenizer")
-            measured["seconds"] = time.perf_counter() - begin
-            results[name] = {**measured, "note": variant.note, "frames": lab.frames}
+            results[name] = attempt(name, lambda chosen=variant: one_row(options, chosen, stored))
             write(options, "tokenizers", results)
         stored.close()
     return rows_of("tokenizers", options.set, results)
+
+
+def one_row(options: argparse.Namespace, variant: Variant, stored: Stored) -> dict[str, Any]:
+    """Train and measure one variant."""
+    begin = time.perf_counter()
+    lab = Lab(options, variant.words, stored)
+    times, memory = list[float](), float("nan")
+    if variant.pretrain:
+        lab.train("tokenizer", stored.buffer("other"), options.updates)
+    if variant.trained:
+        times, memory = lab.train("tokenizer", stored.buffer("train"), options.updates)
+    measured = lab.measure_tokenizer(stored.held_out(lab))
+    lab.train("world_model", stored.buffer("train"), options.updates)
+    measured |= lab.measure_world_model(stored.held_out(lab))
+    measured |= {"ms": statistics.median(times) if times else float("nan"), "memory_mb": memory}
+    measured |= {"parameters": lab.parameters("tokenizer"), "seconds": time.perf_counter() - begin}
+    return {**measured, "note": variant.note, "frames": lab.frames}
+
+
+def attempt(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row of a variant; if it fails, a row that says so, so that a long run goes on."""
+    print(f"{name} …", flush=True)
+    try:
+        return measure()
+    except (LabError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # a kernel, a library
+        traceback.print_exc()
+        return {"failed": 1, "note": f"failed: {one_line(error)}"}
 
 
 # ---------------------------------------------------------------- options and results
@@ -189,6 +203,7 @@ def make_parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--only", help="variants, separated by commas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="smallest networks and batches, as a smoke test")
     parser.add_argument("--table", type=Path, help="write a Markdown table here, after every variant")
     parser.add_argument("--figure", type=Path, help="write a picture here, after every variant")
@@ -217,6 +232,7 @@ COLUMNS = {
     **{f"open_{n}": f"open loop {n}" for n in STEPS},
     "ms": "ms",
     "memory_mb": "MB",
+    "parameters": "trained",
 }
 UNITS = {
     "codes_used": "share",
@@ -232,7 +248,7 @@ def rows_of(bench: str, kind: str, results: Mapping[str, Mapping[str, Any]]) -> 
     rows = []
     for variant, measured in results.items():
         for key, value in measured.items():
-            if isinstance(value, int | float):
+            if isinstance(value, int | float):  # the notes are in docs/experiments/iris_variants.md
                 unit = (
                     "nats"
                     if key.endswith("_ce")
@@ -251,7 +267,7 @@ def write(options: argparse.Namespace, bench: str, results: Mapping[str, Mapping
     print(name, shown, flush=True)
     if options.table:
         options.table.write_text(markdown(results))
-    if options.figure:
+    if options.figure and "frames" in results[name]:
         picture(options.figure, bench, results)
 
 
@@ -263,7 +279,7 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     for name, row in results.items():
         cells = [number(row.get(key, float("nan"))) for key in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {row['note']} |")
     return "\n".join(lines) + "\n"
 
 
@@ -280,7 +296,7 @@ def picture(file: Path, bench: str, results: Mapping[str, Mapping[str, Any]]) ->
     """At the left frames (above the true ones) for each variant, at the right its open-loop errors."""
     from matplotlib.figure import Figure
 
-    names = list(results)
+    names = [name for name in results if "frames" in results[name]]
     figure = Figure(figsize=(11, 0.55 * len(names) + 1.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     truth = results[names[0]]["frames"][0]
@@ -430,7 +446,7 @@ class Lab:
             hook,
             device=self.device,
             generator=torch.Generator(self.device).manual_seed(options.seed),
-            capture=True,
+            capture=not options.eager,
             tensor_float=asks_for_tensor_float(self.config.training.precision),
         )
         stream = BatchStream(
