@@ -274,8 +274,8 @@ def write(options: argparse.Namespace, bench: str, results: Mapping[str, Mapping
 def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     columns = [key for key in COLUMNS if any(np.isfinite(row.get(key, np.nan)) for row in results.values())]
     lines = [
-        "| | " + " | ".join(COLUMNS[key] for key in columns) + " |",
-        "| --- |" + " ---: |" * len(columns),
+        "| | " + " | ".join(COLUMNS[key] for key in columns) + " | |",
+        "| --- |" + " ---: |" * len(columns) + " --- |",
     ]
     for name, row in results.items():
         cells = [number(row.get(key, float("nan"))) for key in columns]
