@@ -25,6 +25,10 @@ class BatchNameError(LabError, KeyError, AttributeError):
     __str__ = Exception.__str__  # KeyError's would add quotes
 
 
+class ContractError(LabError, AssertionError):
+    """A part does not do what `rl_lab.protocols` says; raised by the checks of `rl_lab.contracts`."""
+
+
 class CheckpointError(LabError):
     """A checkpoint is missing, damaged, or does not fit."""
 
