@@ -285,7 +285,7 @@ class WorkerPool:
             self.close()  # nothing is lost yet, and the environment itself is most likely broken
             raise LabError(f"{who} {what}{detail}")
         if STOP.overdue():  # a restart would take time that the process may not have
-            self.faults.stop(f"{who} {what}", detail)
+            self.faults.give_up(kind, who, what, detail)
         else:
             self.faults.record(kind, who, what, detail=detail, consecutive=consecutive)
 
@@ -473,7 +473,7 @@ class ProcessWorker:
                 waited = 0.0
             elif waited >= limit:
                 raise WorkerLost("hung", self._name(), f"did not answer for {limit:g} s")
-            elif waited >= GRACE_S and STOP.overdue():
+            elif STOP.overdue():
                 raise WorkerLost(
                     "hung", self._name(), f"did not answer within {GRACE_S:g} s of the request to stop"
                 )

@@ -118,6 +118,8 @@ class Orchestrator:
                 try:
                     self.run_action(action, phase)
                 except Exception as error:
+                    if self.interrupted and isinstance(error, EnvironmentFaultError):
+                        break  # an environment hangs: save without its answer
                     self._explain_first_failure(action, phase, error)
                     raise
                 self._succeeded.add(action)

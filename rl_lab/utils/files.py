@@ -33,7 +33,7 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], Any]) -> tuple[int, int
 
     returns: size in bytes, crc32
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
         with open(temporary, "w+b") as file:
@@ -48,6 +48,15 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], Any]) -> tuple[int, int
         raise
     sync_folder(path.parent)
     return size, crc
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder with its parents; RunFolderLostError instead of a locked run folder that was moved."""
+    if not folder.is_dir():
+        for lock in list(_held):
+            if lock.folder == folder or lock.folder in folder.parents:
+                lock.check()
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

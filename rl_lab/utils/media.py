@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rl_lab.errors import LabError
-from rl_lab.utils.files import write_atomic
+from rl_lab.utils.files import make_folder, write_atomic
 
 ENCODER_TIMEOUT_S = 60.0  # an encoder that has not ended by then is killed, and the video becomes a GIF
 _hung: set[Path] = set()  # folders for which an encoder did not end
@@ -101,7 +101,7 @@ def _save_mp4(target: Path, frames: np.ndarray, fps: float) -> Path:
         raise RuntimeError("ffmpeg did not end before")
     odd = [(0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)]
     frames = np.ascontiguousarray(np.pad(frames, odd, mode="edge"))  # the pixel format needs even sides
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     temporary = target.with_name(f".{target.name}.tmp")
     command = [
         *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error"),
