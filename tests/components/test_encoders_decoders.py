@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rl_lab.components.nn.symlog import symlog
+from rl_lab.components.nn.two_hot import symlog
 from rl_lab.components.representation_learners.decoders import DictDecoder
 from rl_lab.components.representation_learners.encoders import (
     DictEncoder,

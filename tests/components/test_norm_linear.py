@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_lab.components.nn.mlp import MLP, TRUNCATION, BlockLinear, Linear, RMSNorm, truncated_normal_
-from rl_lab.components.nn.symlog import symexp, symlog
+from rl_lab.components.nn.two_hot import symexp, symlog
 from rl_lab.errors import ConfigError
 
 

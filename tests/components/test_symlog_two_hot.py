@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_lab.components.nn.symlog import symexp, symlog
-from rl_lab.components.nn.two_hot import SquaredError, SymlogTwoHot, make_regression
+from rl_lab.components.nn.two_hot import SquaredError, SymlogTwoHot, make_regression, symexp, symlog
 from rl_lab.errors import ConfigError
 
 

@@ -14,8 +14,6 @@ from torch import nn
 
 from rl_lab.components.kernels.triton_jit import cdiv, jit, row_tiles, tl
 
-FUSED = ("mish", "simnorm")
-
 PARTIALS = 256  # programs of a member that each sum the parameters' gradients over their share of the rows
 
 LARGE = 20.0  # from here on tanh(softplus(u)) is 1 in float32

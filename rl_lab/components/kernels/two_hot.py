@@ -12,7 +12,7 @@ import torch
 
 from rl_lab.components.kernels.triton_jit import cdiv, jit, next_power_of_2, tl
 from rl_lab.components.nn.fast_path import kernel_without_gradient
-from rl_lab.components.nn.symlog import symexp
+from rl_lab.components.nn.two_hot import symexp
 
 RETURN_ROWS = 4  # sequences of a program of `two_hot_return`
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

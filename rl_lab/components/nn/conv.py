@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.kernels.pool_norm_silu import PoolNormSiLU, UnfoldNormSiLU, fold, unfold
 from rl_lab.components.nn.mlp import RMSNorm, truncated_normal_
 from rl_lab.components.nn.precision import product_dtype
 
@@ -132,6 +131,8 @@ def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def encode_folded(blocks: Sequence[Any], image: torch.Tensor) -> torch.Tensor:
     """Apply the `ConvDown` blocks to (N, C, H, W) uint8 -> (N, h, w, c)."""
+    from rl_lab.components.kernels.pool_norm_silu import PoolNormSiLU, fold
+
     x = (image.permute(0, 2, 3, 1).float() / 255.0 - 0.5).to(product_dtype(image.device))
     folded = [block.conv.in_channels <= FOLD_UP_TO for block in blocks]
     x = fold(x) if folded[0] else x.contiguous()
@@ -146,6 +147,8 @@ def encode_folded(blocks: Sequence[Any], image: torch.Tensor) -> torch.Tensor:
 
 def decode_folded(ups: Sequence[Any], out: Any, x: torch.Tensor) -> torch.Tensor:
     """Apply the `ConvUp` blocks to (N, h, w, c), upsample, apply `out` -> (N, H, W, C) before the sigmoid."""
+    from rl_lab.components.kernels.pool_norm_silu import UnfoldNormSiLU, unfold
+
     for up in ups:
         y = convolve(x, upsample_weight(up.conv.weight))
         x = UnfoldNormSiLU.apply(y, up.conv.bias, up.norm.weight, up.norm.eps)

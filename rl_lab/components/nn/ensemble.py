@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.kernels.norm_activate import FUSED, fused_norm_activate
-from rl_lab.components.nn.normed_mlp import EPS, activate, initialise, pad_to, padding, parse_layer
+from rl_lab.components.nn.normed_mlp import EPS, FUSED, activate, initialise, pad_to, padding, parse_layer
 
 # For each layer: input0, input1, …, bias, and scale, shift if the layer has a norm.
 Weights = list[dict[str, torch.Tensor]]
@@ -26,6 +25,8 @@ def norm_activate_stacked(
 ) -> torch.Tensor:
     """As `norm_activate`, with one norm per member: x (E, rows, F), bias, scale and shift (E, 1, F)."""
     if fast and activation in FUSED:
+        from rl_lab.components.kernels.norm_activate import fused_norm_activate
+
         start = None if bias is None else bias.squeeze(1)
         out = None if torch.is_grad_enabled() else x
         return fused_norm_activate(

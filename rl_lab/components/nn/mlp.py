@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.kernels.norm_silu import norm_silu, norm_silu_forward, norm_silu_input_gradient
 from rl_lab.errors import ConfigError
 
 # A standard normal truncated at ±2 has standard deviation 0.8796; this factor scales it to 1.
@@ -108,11 +107,14 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, inputs) -> (…, outputs), or (…, units) without `outputs`."""
-        for linear, norm in zip(self.linears, self.norms):
-            if self.fast:
+        if self.fast:
+            from rl_lab.components.kernels.norm_silu import norm_silu
+
+            for linear, norm in zip(self.linears, self.norms):
                 # The norm adds the bias: its backward pass computes both gradients together.
                 x = norm_silu(F.linear(x, linear.weight), norm.weight, norm.eps, linear.bias)
-            else:
+        else:
+            for linear, norm in zip(self.linears, self.norms):
                 x = F.silu(norm(linear(x)))
         if self.out is None:
             return x
@@ -145,6 +147,8 @@ class FrozenMLP:
 
     def traced(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The result, and each layer's matrix product (N, units), which `first_product_gradient` needs."""
+        from rl_lab.components.kernels.norm_silu import norm_silu_forward
+
         products = []
         for weight, bias, norm, eps in self.layers:
             products.append(x @ weight)
@@ -162,6 +166,8 @@ class FrozenMLP:
         out: torch.Tensor | None = None,  # (N, units), may be a slice of wider rows
     ) -> torch.Tensor:
         """Gradient of the first layer's product (N, units); the input's is this @ `first_weight`."""
+        from rl_lab.components.kernels.norm_silu import norm_silu_input_gradient
+
         if self.out is not None:
             weight, _ = self.out
             grad = (grad.to(weight.dtype) @ weight.t()).to(products[-1].dtype)

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.kernels.norm_activate import FUSED, fused_norm_activate
 from rl_lab.components.nn.fast_path import compiled_pointwise
 from rl_lab.errors import ConfigError, closest
 
 GROUP = 8  # nicklashansen/tdmpc2 config.yaml: simnorm_dim
+FUSED = ("mish", "simnorm")  # activations of kernels/norm_activate.py
 
 
 def simnorm(x: torch.Tensor, group: int = GROUP) -> torch.Tensor:
@@ -69,6 +69,8 @@ def norm_activate(
     x is overwritten if gradients are disabled: this halves the memory traffic.
     """
     if fast and activation in FUSED:
+        from rl_lab.components.kernels.norm_activate import fused_norm_activate
+
         out = x if out is None and not torch.is_grad_enabled() else out
         alone = x.unsqueeze(0), None, weight.unsqueeze(0), bias.unsqueeze(0)
         where = None if out is None else out.unsqueeze(0)
@@ -184,6 +186,8 @@ class Layer(nn.Module):
     ) -> torch.Tensor:
         """As `finish`, with one bias per group: x (G, rows, outputs), bias (G, outputs). No gradients."""
         if self.norm is not None and self.fast and self.activation in FUSED:
+            from rl_lab.components.kernels.norm_activate import fused_norm_activate
+
             norm = self.norm.weight.unsqueeze(0), self.norm.bias.unsqueeze(0)
             out = x if out is None and not torch.is_grad_enabled() else out
             return fused_norm_activate(x, bias, *norm, EPS, self.activation, self.group, out)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from rl_lab.components.kernels.add_bias import add_bias
-from rl_lab.components.kernels.group_norm_silu import fused_group_norm, supports
 from rl_lab.components.kernels.upsample2x import upsample2x
 
 # An image batch (M, C, H, W), and a bias (C,) that is still to be added to it.
@@ -52,8 +51,11 @@ class ImageNorm(nn.GroupNorm):
         self, x: torch.Tensor, pre: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The result, and x for the residual connection, so that one kernel computes x's gradient."""
-        if self.fast and supports(self.num_channels, self.num_groups):
-            return fused_group_norm(x, self.weight, self.bias, self.num_groups, self.eps, self.silu, pre)
+        if self.fast:
+            from rl_lab.components.kernels.group_norm_silu import fused_group_norm, supports
+
+            if supports(self.num_channels, self.num_groups):
+                return fused_group_norm(x, self.weight, self.bias, self.num_groups, self.eps, self.silu, pre)
         normed = super().forward(x if pre is None else x + pre[:, None, None])
         return F.silu(normed) if self.silu else normed, x
 

@@ -12,12 +12,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rl_lab.components.kernels.two_hot import two_hot_cross_entropy, two_hot_encode, two_hot_mean
 from rl_lab.components.nn.fast_path import compiled_pointwise
-from rl_lab.components.nn.symlog import symexp, symlog
 from rl_lab.errors import ConfigError, require_choice
 
 SPACES = ("numbers", "symlog")
+
+
+def symlog(x: torch.Tensor) -> torch.Tensor:
+    """sign(x) · log(1 + |x|): compresses large values of either sign (DreamerV3, equation 1)."""
+    return torch.sign(x) * torch.log1p(torch.abs(x))
+
+
+def symexp(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `symlog`."""
+    return torch.sign(x) * torch.expm1(torch.abs(x))
 
 
 class TwoHot(nn.Module):
@@ -56,6 +64,8 @@ class TwoHot(nn.Module):
 
     def mean(self, logits: torch.Tensor) -> torch.Tensor:
         """Expected value: (…, bins) -> (…), exactly 0 for equal logits."""
+        from rl_lab.components.kernels.two_hot import two_hot_mean
+
         mean = two_hot_mean(logits, self.positive, fast=self.fast)
         return symexp(mean) if self.in_symlog else mean
 
@@ -65,6 +75,8 @@ class TwoHot(nn.Module):
         """Cross entropy to the target, plus that to a second target: logits (…, bins), targets (…) -> (…)."""
         needs_gradient = target.requires_grad or (second is not None and second.requires_grad)
         if self.fast and not needs_gradient:  # the fused loss has no gradient for targets
+            from rl_lab.components.kernels.two_hot import two_hot_cross_entropy
+
             second = None if second is None else self._in_space(second)
             return two_hot_cross_entropy(logits, self.bins, self._in_space(target), second)
         log_probs = torch.log_softmax(logits.float(), -1)
@@ -79,6 +91,8 @@ class TwoHot(nn.Module):
 
     def encode(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Index of the bin below (…), weight of the bin above (…); targets are clipped to the bins' range."""
+        from rl_lab.components.kernels.two_hot import two_hot_encode
+
         return two_hot_encode(self._in_space(target), self.bins)
 
     def _in_space(self, value: torch.Tensor) -> torch.Tensor:

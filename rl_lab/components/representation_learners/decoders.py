@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_lab.components.kernels.norm_silu import norm_silu
 from rl_lab.components.nn.conv import Conv, ConvUp, decode_folded, norm_act, upsample
 from rl_lab.components.nn.mlp import MLP, BlockLinear, Linear, RMSNorm
-from rl_lab.components.nn.symlog import symexp, symlog
+from rl_lab.components.nn.two_hot import symexp, symlog
 from rl_lab.components.representation_learners.encoders import (
     STAGES,
     image_keys,
@@ -66,6 +65,8 @@ class ImageDecoder(nn.Module):
         seed = grouped.unflatten(-1, (h, w, -1)).permute(0, 2, 3, 1, 4).flatten(-2)
         seed = seed + self.from_stoch(stoch).unflatten(-1, (h, w, -1))
         if self.fast:
+            from rl_lab.components.kernels.norm_silu import norm_silu
+
             x = norm_silu(seed, self.norm.weight, self.norm.eps)
             raw = decode_folded(list(self.ups), self.out, x).permute(0, 3, 1, 2)
         else:

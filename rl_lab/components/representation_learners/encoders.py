@@ -12,7 +12,7 @@ from torch import nn
 
 from rl_lab.components.nn.conv import ConvDown, encode_folded
 from rl_lab.components.nn.mlp import MLP
-from rl_lab.components.nn.symlog import symlog
+from rl_lab.components.nn.two_hot import symlog
 from rl_lab.errors import ConfigError, reject_unknown
 from rl_lab.records import ArraySpec, Spec
 

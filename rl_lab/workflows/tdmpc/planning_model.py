@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_lab.components.controllers.mpc_planner import WORST
-from rl_lab.components.kernels.two_hot import two_hot_return
 from rl_lab.components.nn.ensemble import EnsembleMLP, Weights
 from rl_lab.components.nn.normed_mlp import NormedMLP, cast_wide, pad_to, padding
 from rl_lab.components.nn.two_hot import SymlogTwoHot
@@ -222,6 +221,8 @@ class RolloutValue:
         self.inputs[-1, :, self.latent : self.latent + self.actions] = action
         rewards, last = self.reward_logits(), self.inputs[-1]
         if self.online.fast and isinstance(self.regression, SymlogTwoHot) and critic.reduce == "mean":
+            from rl_lab.components.kernels.two_hot import two_hot_return
+
             values = self.online(last, weights=self.unbiased)
             return two_hot_return(rewards, values, self.bias, self.regression.centers, weight, WORST)
         value = critic.combine(critic.mean(self.online(last, weights=self.pair)))
