@@ -101,6 +101,32 @@ class UniformSampler:
         return np.concatenate(streams), np.concatenate(starts)
 
 
+class EndsSampler(UniformSampler):
+    """Draws a row of all stored ones; a sequence that would cross the end of the row's episode ends there instead.
+
+    So the last rows of an episode, which are rare and have its ending, are in as many sequences as the others
+    (`prioritize_ends` in DreamerV2: danijar/dreamerv2 common/replay.py). A sequence that starts before its episode
+    begins with the end of the previous one; the sequences of episodes that have not ended are not moved.
+    """
+
+    def __init__(self, ring: Ring, spec: BatchSpec) -> None:
+        if spec.boundary != "cross":
+            raise ConfigError(f"sampler 'ends' needs boundary 'cross', not '{spec.boundary}'")
+        super().__init__(ring, spec)
+
+    def draw(self, count: int, generator: torch.Generator) -> Starts:
+        ring = self._ring
+        pick = torch.randint(ring.num_streams * ring.stored, (count,), generator=generator).numpy()
+        stream, start = pick // ring.stored, ring.oldest + pick % ring.stored
+        steps = np.arange(1, self._needed)
+        following = start[:, None] + steps
+        begins = (ring.age[stream[:, None], following % ring.capacity] == 0) & (following < ring.cursor)
+        # Rows of this episode from `start` on; all that are needed, if none of the next rows begins another.
+        left = np.where(begins.any(1), 1 + begins.argmax(1), self._needed)
+        start = start - (self._needed - left)
+        return stream, np.clip(start, ring.oldest, ring.cursor - self._needed)
+
+
 class OnlineQueue:
     """Queue of new segments, oldest first.
 
@@ -187,7 +213,11 @@ class OnlineSampler:
 _NO_STARTS: Starts = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 SamplerFactory = Callable[[Ring, BatchSpec], Sampler]
-SAMPLERS: dict[str, SamplerFactory] = {"uniform": UniformSampler, "online": OnlineSampler}
+SAMPLERS: dict[str, SamplerFactory] = {
+    "uniform": UniformSampler,
+    "online": OnlineSampler,
+    "ends": EndsSampler,
+}
 
 
 def make_sampler(ring: Ring, spec: BatchSpec, more: Mapping[str, SamplerFactory]) -> Sampler:

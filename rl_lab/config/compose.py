@@ -94,7 +94,8 @@ def _long_form(key: str, value: str) -> str:
 
 
 def register_resolvers() -> None:
-    """Register arithmetic for sizes: `${add:${_dims.observation},10}`, `${mul:…}`, `${floordiv:…}`, `${least:…}`.
+    """Register arithmetic for sizes: `${add:${_dims.observation},10}`, `${mul:…}`, `${div:…}`,
+    `${floordiv:…}`, `${least:…}`.
 
     `least` ignores null, and `floordiv` of null is null, so that `training.total_timesteps` may be null.
     `${task_name:${environment.task}}` is the task's part of a run's name.
@@ -102,6 +103,7 @@ def register_resolvers() -> None:
     resolvers: dict[str, Callable[..., Any]] = {
         "add": lambda *numbers: sum(numbers),
         "mul": lambda first, second: first * second,
+        "div": lambda first, second: first / second,
         "floordiv": lambda first, second: None if first is None else first // second,
         "least": lambda *numbers: min(number for number in numbers if number is not None),
         "task_name": task_name,

@@ -38,8 +38,7 @@ class Progress:
             raise ConfigError(f"logging.progress cannot be '{mode}'.{closest(mode, get_args(Mode))}")
         self._stream = stream
         if mode == "auto":
-            output = stream or sys.stdout  # None if it was closed before this process started
-            mode = "live" if output is not None and output.isatty() else "plain"
+            mode = "live" if (stream or sys.stdout).isatty() else "plain"
         self.mode = mode
         self.title = title
         self._values: dict[str, Any] = {}

@@ -140,3 +140,29 @@ def test_custom_sampler() -> None:
     assert draw_starts(buffer, BatchSpec(size=2, length=3, sampler="newest"), 1) == [(0, 17)] * 2
     with pytest.raises(ConfigError, match="Did you mean 'newest'"):
         buffer.ready(BatchSpec(size=2, length=3, sampler="newst"))
+
+
+def test_ends_sampler_moves_sequences_back_to_the_end() -> None:
+    """Against a loop over all rows: each row stands for one draw."""
+    buffer = counter_buffer(75, per_stream=32, episode=11)
+    spec = BatchSpec(size=64, length=5, sampler="ends")
+    numbers, oldest, rows = episode_numbers(buffer), buffer.oldest_position, 32
+    expected: dict[tuple[int, int], int] = {}
+    for stream in range(2):
+        for step in range(rows):
+            start = step
+            own = numbers[stream, step]
+            while (numbers[stream, max(start, 0) : start + 5] > own).any():
+                start -= 1
+            key = stream, oldest + min(max(start, 0), rows - 5)
+            expected[key] = expected.get(key, 0) + 1
+    assert max(expected.values()) == 5  # the last five rows of an episode have one sequence
+    starts = draw_starts(buffer, spec, 200)
+    assert set(starts) == set(expected)
+    counts = np.array([starts.count(start) for start in expected])
+    mean = np.array(list(expected.values())) * len(starts) / (2 * rows)
+    chi_square = float(((counts - mean) ** 2 / mean).sum())
+    degrees = len(expected) - 1
+    assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
+    with pytest.raises(ConfigError, match="sampler 'ends' needs boundary 'cross'"):
+        buffer.sample(BatchSpec(size=2, length=5, boundary="within", sampler="ends"), generator=seeded())

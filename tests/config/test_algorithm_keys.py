@@ -27,6 +27,22 @@ CASES = {
         ["plan.samples", "epochs.collect"],
     ),
     "dreamer_mpc": ("dreamer_mpc_cartpole", "entropi", "entropy", "plan.sample", "samples", ["boundary"]),
+    **{
+        f"dreamer_{version}": (
+            experiment,
+            "own_rewards",
+            "own_reward",
+            "size.unit",
+            "units",
+            ["plan.samples"],
+        )
+        for version, experiment in {
+            "v1": "dreamer_v1_dmc_vision",
+            "v2": "dreamer_v2_crafter",
+            "2023": "dreamer_crafter_2023",
+            "2024": "dreamer_dmc_vision_2024",
+        }.items()
+    },
     "tdmpc2": (
         "tdmpc2_pendulum",
         "horizn",

@@ -196,6 +196,10 @@ ONE_BY_ONE = {
         "/phases: og_wm",
     ],
     "dreamer_mpc": ["/workflow: dreamer_mpc"],
+    "dreamer_v1": ["/buffer: world_model_sequence"],
+    "dreamer_v2": ["/buffer: world_model_sequence"],
+    "dreamer_2023": ["/buffer: world_model_sequence"],
+    "dreamer_2024": ["/optimizers: dreamer", "/phases: joint"],
 }
 
 
@@ -265,6 +269,9 @@ SIZED = {
     "delta_iris": "delta_iris_catch",
     "og_wm": "og_wm_catch",
     "dreamer_mpc": "dreamer_mpc_cartpole",
+    "dreamer_v1": "dreamer_v1_dmc_vision",
+    "dreamer_v2": "dreamer_v2_atari",
+    "dreamer_2023": "dreamer_crafter_2023",
 }
 
 

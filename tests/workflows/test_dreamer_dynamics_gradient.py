@@ -11,7 +11,6 @@ from rl_lab.errors import ConfigError
 from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 from tests.workflows.dreamer_case import (
     CONTINUOUS,
-    DISCRETE,
     EARLY,
     PARTS,
     changed_parts,
@@ -131,10 +130,10 @@ def test_policy_maximizes_known_reward():
 
 
 def test_invalid_gradient_settings():
-    with pytest.raises(ConfigError, match="needs continuous actions"):
-        make_dreamer(vector_spec(DISCRETE), controllers__actor__gradient="dynamics")
     with pytest.raises(ConfigError, match="reinforce"):
         make_dreamer(vector_spec(CONTINUOUS), controllers__actor__gradient="reinforced")
+    with pytest.raises(ConfigError, match="gradient_mix"):
+        make_dreamer(vector_spec(CONTINUOUS), controllers__actor__gradient_mix=1.5)
 
 
 def test_bfloat16_gradient_direction():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ from rl_lab.build import assemble_workflow
 from rl_lab.components.controllers.linear_controller import LinearController
 from rl_lab.components.dynamics.mdn_rnn import LSTM
 from rl_lab.components.nn.ensemble import EnsembleMLP
-from rl_lab.components.nn.mlp import BlockLinear, RMSNorm
+from rl_lab.components.nn.image_stacks import ConvLayer
+from rl_lab.components.nn.mlp import BlockLinear, LayerNorm, RMSNorm
 from rl_lab.components.nn.normed_mlp import Layer
 from rl_lab.components.representation_learners.latent_encoders import LatentImageEncoder
 from rl_lab.config.compose import compose_config, resolve_config
@@ -29,6 +30,7 @@ from rl_lab.records import ActionSpec, ArraySpec, Spec
 CONTINUOUS, DISCRETE = ActionSpec("continuous", (6,), ()), ActionSpec("discrete", (), (17,))
 VECTOR = Spec("vector", {"vector": ArraySpec((24,), "float32")}, CONTINUOUS)
 IMAGE = Spec("image", {"image": ArraySpec((3, 64, 64), "uint8")}, DISCRETE)
+PIXELS = Spec("pixels", IMAGE.observations, CONTINUOUS)
 STACKED = Spec("stacked", {"image": ArraySpec((9, 64, 64), "uint8")}, CONTINUOUS)
 CAR = Spec("car", {"image": ArraySpec((3, 64, 64), "uint8")}, ActionSpec("continuous", (3,), ()))
 TASKS = Spec(
@@ -40,6 +42,13 @@ TASKS = Spec(
 PRESETS: dict[str, tuple[Spec, list[str]]] = {
     "dreamer_crafter": (IMAGE, ["size=1m"]),
     "dreamer_dmc_proprio": (VECTOR, ["size=1m"]),
+    "dreamer_dmc_vision_2024": (PIXELS, ["size=1m"]),
+    "dreamer_dmc_proprio_2024": (VECTOR, ["size=1m"]),
+    "dreamer_atari100k_2023": (IMAGE, []),
+    "dreamer_dmc_proprio_2023": (VECTOR, []),
+    "dreamer_v1_dmc_vision": (PIXELS, []),
+    "dreamer_v2_crafter": (IMAGE, []),
+    "dreamer_v2_dmc_vision": (PIXELS, []),
     "tdmpc2_dmc_state": (VECTOR, []),
     "tdmpc2_dmc_pixels": (STACKED, []),
     "tdmpc2_gym_mujoco": (VECTOR, []),  # with a termination head
@@ -157,9 +166,59 @@ def dreamer(path: str, module: nn.Module, name: str) -> Rule:
     if isinstance(module, BlockLinear):
         inputs = module.weight.shape[0] * module.weight.shape[1]
     else:
-        assert isinstance(module, nn.Linear | nn.Conv2d)
-        inputs = fans(module)[0]
+        assert isinstance(module, nn.Linear | nn.Conv2d | ConvLayer)
+        inputs = fans_of(module)[0]
     return truncated((0.01 if path == "actor.mlp.out.weight" else 1.0) * inputs**-0.5)
+
+
+def dreamer_2024(path: str, module: nn.Module, name: str) -> Rule:
+    """danijar/dreamerv3 @ 251910d dreamerv3/nets.py, as today; `Dist`: outscale 0.1 for vectors of the decoder."""
+    rule = dreamer(path, module, name)
+    scaled = path.startswith("decoder.parts.0.outputs") and name == "weight"
+    return truncated(0.1 * rule.deviation) if scaled else rule
+
+
+def fans_of(module: Any) -> tuple[int, int]:
+    """As `fans`; a transposed convolution has its inputs first."""
+    inputs, outputs = fans(module)
+    return (outputs, inputs) if getattr(module, "transposed", False) is True else (inputs, outputs)
+
+
+def dreamer_2023(path: str, module: nn.Module, name: str) -> Rule:
+    """danijar/dreamerv3 @ 8fa35f8 dreamerv3/nets.py, `Initializer`: before a norm a truncated normal (winit: normal)
+    by the mean of both fans (fan: avg); elsewhere uniform by the same (the default of `Linear` and `Conv2D`).
+    `outscale` 0 for reward and critic. A continuous policy has two output layers. The initial state is 0.
+    """
+    if isinstance(module, LayerNorm):
+        return constant(1.0 if name == "weight" else 0.0)
+    if name in ("bias", "initial") or path in ("reward_head.mlp.out.weight", "critic.head.mlp.out.weight"):
+        return constant(0.0)
+    inputs, outputs = fans_of(module)
+    if path == "actor.mlp.out.weight" and outputs == 2 * CONTINUOUS.size:
+        outputs //= 2
+    deviation = (2.0 / (inputs + outputs)) ** 0.5
+    last = getattr(module, "output", False) or any(
+        part in path for part in ("mlp.out.", "prior_net.out", "posterior_out", "from_feature", "outputs.")
+    )
+    return uniform(deviation * math.sqrt(3.0)) if last else truncated(deviation)
+
+
+def keras(path: str, module: nn.Module, name: str, output_layers: int = 1) -> Rule:
+    """danijar/dreamer models.py and danijar/dreamerv2 common/nets.py name no initializer, which is Glorot's uniform
+    in Keras; biases 0, norms 1 and 0. A continuous policy of V2 has two output layers, that of V1 one.
+    """
+    if isinstance(module, LayerNorm):
+        return constant(1.0 if name == "weight" else 0.0)
+    if name.startswith("bias"):
+        return constant(0.0)
+    if isinstance(module, nn.GRUCell):
+        if name == "weight_hh":  # orthogonal: three stacked gates of unit columns in all
+            return Rule((3.0 * module.hidden_size) ** -0.5)
+        return uniform(math.sqrt(6.0 / (module.input_size + 3 * module.hidden_size)))
+    inputs, outputs = fans_of(module)
+    if path == "actor.mlp.out.weight" and outputs == 2 * CONTINUOUS.size:
+        outputs //= output_layers
+    return uniform(math.sqrt(6.0 / (inputs + outputs)))
 
 
 def tdmpc2(path: str, module: nn.Module, name: str) -> Rule:
@@ -217,6 +276,12 @@ def delta_iris(path: str, module: nn.Module, name: str) -> Rule:
 
 
 RULES: dict[str, Callable[[str, nn.Module, str], Rule]] = {
+    "dreamer_v1_": keras,
+    "dreamer_v2_": partial(keras, output_layers=2),
+    "dreamer_atari100k_2023": dreamer_2023,
+    "dreamer_dmc_proprio_2023": dreamer_2023,
+    "dreamer_dmc_vision_2024": dreamer_2024,
+    "dreamer_dmc_proprio_2024": dreamer_2024,
     "dreamer_": dreamer,
     "tdmpc2_": tdmpc2,
     "og_wm_": world_models,

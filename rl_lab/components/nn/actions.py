@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rl_lab.components.kernels.sampling import bounded_normal, limit_action, sample_normal
-from rl_lab.components.nn.categorical import sample_index, unimix_probs
+from rl_lab.components.nn.categorical import sample_index, straight_through, unimix_probs
+from rl_lab.errors import require_choice
 from rl_lab.records import ActionSpec
 
 
@@ -22,7 +25,7 @@ class CategoricalPolicy(nn.Module):
     """One or several independent categorical variables. `unimix` is the weight of the uniform distribution.
 
     DreamerV3's published code sets unimix 0.01 here, but the current version ignores it (danijar/dreamerv3 @
-    e3f0224).
+    e3f0224); the versions of 2023 and 2024 did not.
     """
 
     noise_kind: Literal["uniform", "normal"] = "uniform"
@@ -50,6 +53,17 @@ class CategoricalPolicy(nn.Module):
         parts = [raw] if self.single else raw.split(self.choices, -1)
         draws = zip(parts, noise.unbind(-1))
         return self._join([sample_index(unimix_probs(part, self.unimix), u) for part, u in draws])
+
+    def sample_one_hot(self, raw: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """As `sample`, as one-hot vectors (…, width) with the gradient of the probabilities."""
+        parts = [raw] if self.single else raw.split(self.choices, -1)
+        draws = zip(parts, noise.unbind(-1))
+        return torch.cat([straight_through(unimix_probs(part, self.unimix), u) for part, u in draws], -1)
+
+    def log_prob_of_one_hot(self, raw: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """Log probability (…) of one-hot vectors (…, width), which may have a gradient."""
+        parts = zip(self._log_probs(raw), action.split(self.choices, -1))
+        return torch.stack([(log_p * part).sum(-1) for log_p, part in parts]).sum(0)
 
     def mode(self, raw: torch.Tensor) -> torch.Tensor:
         return self._join([log_p.argmax(-1) for log_p in self._log_probs(raw)])
@@ -115,9 +129,157 @@ class NormalPolicy(nn.Module):
         return noise * 2.0 - 1.0
 
 
-def make_policy(action: ActionSpec, *, unimix: float = 0.0) -> CategoricalPolicy | NormalPolicy:
-    """The distribution for an action space."""
-    return NormalPolicy(action) if action.kind == "continuous" else CategoricalPolicy(action, unimix=unimix)
+class TanhNormalPolicy(nn.Module):
+    """tanh of independent normals with mean s·tanh(m / s) (DreamerV1: danijar/dreamer models.py, `ActionDecoder`).
+
+    init_std: standard deviation before the tanh for a raw output of 0
+    """
+
+    noise_kind: Literal["uniform", "normal"] = "normal"
+    nodes: torch.Tensor
+    weights: torch.Tensor
+    quantiles: torch.Tensor
+
+    def __init__(
+        self, action: ActionSpec, *, min_std: float = 1e-4, init_std: float = 5.0, mean_scale: float = 5.0
+    ) -> None:
+        super().__init__()
+        self.width = 2 * action.size
+        self.noise_shape = (action.size,)
+        self.min_std, self.mean_scale = min_std, mean_scale
+        self.shift = init_std + math.log(-math.expm1(-init_std)) if init_std > 0.0 else 0.0  # softplus⁻¹
+        nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE)
+        self.register_buffer("nodes", torch.tensor(nodes, dtype=torch.float32), persistent=False)
+        weights = weights / math.sqrt(2.0 * math.pi)
+        self.register_buffer("weights", torch.tensor(weights, dtype=torch.float32), persistent=False)
+        places = (torch.arange(QUANTILES, dtype=torch.float64) + 0.5) / QUANTILES
+        self.register_buffer("quantiles", torch.special.ndtri(places).float(), persistent=False)
+
+    def _mean_std(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, spread = raw.float().chunk(2, -1)
+        mean = self.mean_scale * torch.tanh(mean / self.mean_scale)
+        return mean, F.softplus(spread + self.shift) + self.min_std
+
+    def sample(self, raw: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """noise: (…, d) standard normal -> (…, d) float32, with gradients of mean and deviation."""
+        mean, std = self._mean_std(raw)
+        return torch.tanh(mean + std * temperature * noise)
+
+    def mode(self, raw: torch.Tensor) -> torch.Tensor:
+        """The most probable of 99 quantiles of each part (the original: of 100 samples)."""
+        mean, std = self._mean_std(raw)
+        inner = mean.unsqueeze(-1) + std.unsqueeze(-1) * self.quantiles
+        density = -0.5 * self.quantiles.square() - log_tanh_slope(inner)
+        best = inner.gather(-1, density.argmax(-1, keepdim=True)).squeeze(-1)
+        return torch.tanh(best)
+
+    def log_prob_and_entropy(
+        self, raw: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log density of the action and entropy of the policy (by Gauss-Hermite quadrature), each (…)."""
+        mean, std = self._mean_std(raw)
+        inner = torch.atanh(action.float().clamp(-ALMOST_ONE, ALMOST_ONE))
+        log_prob = normal_log_prob(inner, mean, std) - log_tanh_slope(inner)
+        slopes = log_tanh_slope(mean.unsqueeze(-1) + std.unsqueeze(-1) * self.nodes)
+        entropy = std.log() + 0.5 * (1.0 + LOG_2_PI) + (slopes * self.weights).sum(-1)
+        return log_prob.sum(-1), entropy.sum(-1)
+
+    def random(self, noise: torch.Tensor) -> torch.Tensor:
+        """A uniformly random action in [-1, 1] from uniform noise (…, d)."""
+        return noise * 2.0 - 1.0
+
+
+QUADRATURE = 32  # nodes
+QUANTILES = 99
+LOG_2_PI = math.log(2.0 * math.pi)
+ALMOST_ONE = 0.999999  # tanh⁻¹ of float32's largest number below 1 is 8.7
+
+
+def normal_log_prob(x: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    return -0.5 * ((x - mean) / std).square() - std.log() - 0.5 * LOG_2_PI
+
+
+def log_tanh_slope(x: torch.Tensor) -> torch.Tensor:
+    """log(1 - tanh²(x)), also for large x."""
+    return 2.0 * (math.log(2.0) - x - F.softplus(-2.0 * x))
+
+
+class TruncatedNormalPolicy(nn.Module):
+    """Independent normals with mean tanh(m), truncated to [-1, 1] (DreamerV2: common/nets.py, `trunc_normal`).
+
+    The standard deviation before the truncation is 2 sigmoid((s + init_std) / 2) + min_std.
+    """
+
+    noise_kind: Literal["uniform", "normal"] = "uniform"
+
+    def __init__(self, action: ActionSpec, *, min_std: float = 0.1, init_std: float = 0.0) -> None:
+        super().__init__()
+        self.width = 2 * action.size
+        self.noise_shape = (action.size,)
+        self.min_std, self.init_std = min_std, init_std
+
+    def _mean_std(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, spread = raw.float().chunk(2, -1)
+        return torch.tanh(mean), 2.0 * torch.sigmoid((spread + self.init_std) / 2.0) + self.min_std
+
+    def sample(self, raw: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """noise: (…, d) uniform -> (…, d) float32, by the inverse of the cumulative distribution."""
+        mean, std = self._mean_std(raw)
+        std = std * temperature
+        low, high = torch.special.ndtr((-1.0 - mean) / std), torch.special.ndtr((1.0 - mean) / std)
+        place = (low + noise * (high - low)).clamp(LEAST, 1.0 - LEAST)
+        sample = mean + std * torch.special.ndtri(place)
+        # Rounding may leave the interval: the gradient passes, as in the original.
+        limited = sample.detach().clamp(-ALMOST_ONE, ALMOST_ONE)
+        return sample + (limited - sample.detach())
+
+    def mode(self, raw: torch.Tensor) -> torch.Tensor:
+        return self._mean_std(raw)[0]
+
+    def log_prob_and_entropy(
+        self, raw: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log density of the action and entropy of the policy, each (…)."""
+        mean, std = self._mean_std(raw)
+        low, high = (-1.0 - mean) / std, (1.0 - mean) / std
+        mass = torch.special.ndtr(high) - torch.special.ndtr(low)
+        log_prob = normal_log_prob(action, mean, std) - mass.log()
+        density_low, density_high = (torch.exp(-0.5 * x.square() - 0.5 * LOG_2_PI) for x in (low, high))
+        entropy = std.log() + mass.log() + 0.5 * (1.0 + LOG_2_PI)
+        entropy = entropy + (low * density_low - high * density_high) / (2.0 * mass)
+        return log_prob.sum(-1), entropy.sum(-1)
+
+    def random(self, noise: torch.Tensor) -> torch.Tensor:
+        """A uniformly random action in [-1, 1] from uniform noise (…, d)."""
+        return noise * 2.0 - 1.0
+
+
+LEAST = 1e-7
+Policy = CategoricalPolicy | NormalPolicy | TanhNormalPolicy | TruncatedNormalPolicy
+DISTRIBUTIONS = ("bounded_normal", "tanh_normal", "truncated_normal")
+
+
+def make_policy(
+    action: ActionSpec,
+    *,
+    unimix: float = 0.0,
+    distribution: str = "bounded_normal",
+    min_std: float | None = None,
+    max_std: float = 1.0,
+    init_std: float | None = None,
+) -> Policy:
+    """The distribution for an action space. None: the default of the distribution."""
+    require_choice("controllers.actor.distribution", distribution, DISTRIBUTIONS)
+    if action.kind != "continuous":
+        return CategoricalPolicy(action, unimix=unimix)
+    limits = {} if min_std is None else {"min_std": min_std}
+    if distribution == "bounded_normal":
+        return NormalPolicy(action, max_std=max_std, **limits)
+    if init_std is not None:
+        limits["init_std"] = init_std
+    if distribution == "tanh_normal":
+        return TanhNormalPolicy(action, **limits)
+    return TruncatedNormalPolicy(action, **limits)
 
 
 # --- Actions as network inputs ---

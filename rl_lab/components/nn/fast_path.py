@@ -2,7 +2,8 @@
 
 A layer with two implementations has an attribute `fast`, False at first: its plain form is the specification, and
 tests compare the fast one with it. `use_fast_path` sets it, once, when a workflow binds its parts; so
-`workflow.rssm.fast` says which form runs. Fused operations are Triton kernels on CUDA and plain torch code elsewhere.
+`workflow.rssm.fast` says which form runs. A layer whose settings have no fused form has `has_fast_form` False and stays
+plain. Fused operations are Triton kernels on CUDA and plain torch code elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def use_fast_path(on: bool, *parts: Any) -> None:
     for part in parts:
         for layer in part.modules() if isinstance(part, nn.Module) else [part]:
             if isinstance(getattr(layer, "fast", None), bool):
-                layer.fast = on
+                layer.fast = on and getattr(layer, "has_fast_form", True)
 
 
 def kernel_without_gradient(x: torch.Tensor) -> bool:

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.components.nn.mlp import MLP
+from rl_lab.components.nn.mlp import MLP, layer_style
 from rl_lab.components.nn.normed_mlp import NormedMLP
-from rl_lab.components.nn.two_hot import TwoHot, make_regression
+from rl_lab.components.nn.two_hot import SquaredError, TwoHot, make_regression
+from rl_lab.errors import require_choice
 from rl_lab.records import Spec
 
 
@@ -18,6 +19,9 @@ class TwoHotHead(nn.Module):
     """MLP with a two-hot distribution over scalars as output: reward or value.
 
     The output layer starts at zero by default, so that the initial predictions are exactly 0.
+
+    bins: of the two-hot code; 0: one output with squared error (v1, v2)
+    layer, init, bias: see LayerStyle
     """
 
     def __init__(
@@ -30,10 +34,19 @@ class TwoHotHead(nn.Module):
         limit: float = 20.0,
         space: str = "numbers",
         out_scale: float = 0.0,
+        layer: str = "rms+silu",
+        init: str = "fan_in",
+        bias: bool = True,
     ) -> None:
         super().__init__()
-        self.mlp = MLP(features, units, layers, outputs=bins, out_scale=out_scale, float_out=True)
-        self.two_hot = TwoHot(bins, limit=limit, space=space)
+        style = layer_style(layer, init, bias)
+        outputs = bins or 1
+        self.mlp = MLP(
+            features, units, layers, outputs=outputs, out_scale=out_scale, float_out=True, style=style
+        )
+        self.two_hot: TwoHot | SquaredError = (
+            TwoHot(bins, limit=limit, space=space) if bins else SquaredError()
+        )
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:
         """feature: (…, features) -> logits (…, bins)."""
@@ -53,12 +66,33 @@ class TwoHotHead(nn.Module):
         return self.two_hot.loss(logits, target, second)
 
 
-class ContinueHead(nn.Module):
-    """MLP that predicts the probability that the episode continues, times the discount if trained on it."""
+ESTIMATES = ("mean", "mode")
 
-    def __init__(self, *, features: int, units: int, layers: int, out_scale: float = 1.0) -> None:
+
+class ContinueHead(nn.Module):
+    """MLP that predicts the probability that the episode continues, times the discount if trained on it.
+
+    estimate: mean: the probability; mode (2023): 1 if it is above 1/2, else 0
+    layer, init, bias: see LayerStyle
+    """
+
+    def __init__(
+        self,
+        *,
+        features: int,
+        units: int,
+        layers: int,
+        out_scale: float = 1.0,
+        estimate: str = "mean",
+        layer: str = "rms+silu",
+        init: str = "fan_in",
+        bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.mlp = MLP(features, units, layers, outputs=1, out_scale=out_scale, float_out=True)
+        require_choice("components.continue_head.estimate", estimate, ESTIMATES)
+        self.estimate = estimate
+        style = layer_style(layer, init, bias)
+        self.mlp = MLP(features, units, layers, outputs=1, out_scale=out_scale, float_out=True, style=style)
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:
         """feature: (…, features) -> logit (…)."""
@@ -66,11 +100,30 @@ class ContinueHead(nn.Module):
 
     def predict(self, feature: torch.Tensor) -> torch.Tensor:
         """feature: (…, features) -> probability (…)."""
-        return torch.sigmoid(self(feature))
+        logit = self(feature)
+        return torch.sigmoid(logit) if self.estimate == "mean" else (logit > 0.0).float()
 
     def loss(self, logit: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Logit (…), target (…) in [0, 1] -> binary cross entropy (…)."""
         return F.binary_cross_entropy_with_logits(logit, target, reduction="none")
+
+
+class ConstantContinue(nn.Module):
+    """A continue head that is not trained: every episode goes on (DeepMind Control in DreamerV1 and V2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, feature: torch.Tensor) -> torch.Tensor:
+        """feature: (…, features) -> (…)."""
+        return torch.ones(feature.shape[:-1], device=feature.device)
+
+    def predict(self, feature: torch.Tensor) -> torch.Tensor:
+        return self(feature)
+
+    def loss(self, ones: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Zeros (…)."""
+        return torch.zeros_like(ones)
 
 
 # --- Heads of TD-MPC ---

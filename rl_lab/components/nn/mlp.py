@@ -1,23 +1,27 @@
-"""MLPs of DreamerV3 (Linear → RMSNorm → SiLU), initialised as in danijar/dreamerv3, embodied/jax/nets.py."""
+"""MLPs of Dreamer: Linear → RMSNorm → SiLU, initialised as in danijar/dreamerv3, embodied/jax/nets.py.
+
+A `LayerStyle` selects the norm, the activation and the initial weights of earlier versions.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_lab.errors import ConfigError
+from rl_lab.errors import ConfigError, require_choice
 
 # A standard normal truncated at ±2 has standard deviation 0.8796; this factor scales it to 1.
 TRUNCATION = 1.1368
 
 
 @torch.no_grad()
-def truncated_normal_(weight: torch.Tensor, fan_in: int, scale: float = 1.0) -> torch.Tensor:
+def truncated_normal_(weight: torch.Tensor, fan_in: float, scale: float = 1.0) -> torch.Tensor:
     """Fill `weight` from a normal truncated at ±2 std, with variance scale² / fan_in; scale 0: zeros."""
     if scale == 0.0:
         return weight.zero_()
@@ -26,15 +30,102 @@ def truncated_normal_(weight: torch.Tensor, fan_in: int, scale: float = 1.0) -> 
     return weight.mul_(scale)
 
 
-class Linear(nn.Linear):
-    """Dense layer with truncated-normal weights and zero bias. `scale` multiplies the initial weights."""
+INITS = ("fan_in", "fan_avg", "glorot")
+NORMS = ("rms", "layer", "none")
+ACTIVATIONS = ("silu", "elu", "relu")
 
-    def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, bias: bool = True) -> None:
-        self._scale = scale
+
+@dataclass(frozen=True)
+class LayerStyle:
+    """Norm, activation and initial weights of layers.
+
+    norm: rms (2024, today) | layer (2023, DreamerV2 on Crafter; eps 1e-3) | none (v1, v2)
+    act:  silu | elu | relu
+    init: fan_in (2024, today): truncated normal of variance 1 / fan-in; fan_avg (2023): the same with the mean of
+          fan-in and fan-out, uniform in output layers; glorot (v1, v2): uniform of variance 1 / mean fan
+    bias: whether layers with a norm have a bias; in the 2023 version they have none
+    """
+
+    norm: str = "rms"
+    act: str = "silu"
+    init: str = "fan_in"
+    bias: bool = True
+
+    @property
+    def fused(self) -> bool:
+        """Whether the fused kernels compute such layers."""
+        return (self.norm, self.act, self.bias) == ("rms", "silu", True)
+
+    def make_norm(self, features: int) -> nn.Module:
+        if self.norm == "none":
+            return nn.Identity()
+        return RMSNorm(features) if self.norm == "rms" else LayerNorm(features)
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        if self.act == "silu":
+            return F.silu(x)
+        return F.elu(x) if self.act == "elu" else F.relu(x)
+
+    def linear(self, inputs: int, outputs: int) -> Linear:
+        """A layer that is followed by the norm and the activation."""
+        return Linear(inputs, outputs, bias=self.bias or self.norm == "none", init=self.init)
+
+    def output(self, inputs: int, outputs: int, *, scale: float = 1.0, parts: int = 1) -> Linear:
+        """An output layer."""
+        return Linear(inputs, outputs, scale=scale, init=output_init(self.init), parts=parts)
+
+
+TODAY = LayerStyle()
+
+
+def layer_style(layer: str = "rms+silu", init: str = "fan_in", bias: bool = True) -> LayerStyle:
+    """The style of the config keys `layer` (`norm+activation`, or the activation alone), `init` and `bias`."""
+    norm, _, act = layer.rpartition("+")
+    known = [*ACTIVATIONS, *(f"{norm}+{act}" for norm in ("rms", "layer") for act in ACTIVATIONS)]
+    require_choice("layer", layer, known)
+    require_choice("init", init, INITS)
+    return LayerStyle(norm or "none", act, init, bias)
+
+
+def output_init(init: str) -> str:
+    """The initialization of output layers: danijar/dreamerv3 @ 8fa35f8 nets.py passes them no `winit`."""
+    return "glorot" if init == "fan_avg" else init
+
+
+def fill_(weight: torch.Tensor, fans: tuple[int, int], init: str, scale: float = 1.0) -> torch.Tensor:
+    """Initialize a weight; fans: inputs and outputs."""
+    if init == "fan_in":
+        return truncated_normal_(weight, fans[0], scale)
+    mean = sum(fans) / 2
+    if init == "fan_avg":
+        return truncated_normal_(weight, mean, scale)
+    limit = math.sqrt(3.0 / mean) * scale
+    with torch.no_grad():
+        return weight.uniform_(-limit, limit) if limit else weight.zero_()
+
+
+class Linear(nn.Linear):
+    """Dense layer with zero bias. `scale` multiplies the initial weights.
+
+    init:  see LayerStyle
+    parts: layers that this one stands for, side by side; each has its own fan-out
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        scale: float = 1.0,
+        bias: bool = True,
+        init: str = "fan_in",
+        parts: int = 1,
+    ) -> None:
+        self._scale, self._init, self._parts = scale, init, parts
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
-        truncated_normal_(self.weight, self.in_features, self._scale)
+        fill_(self.weight, (self.in_features, self.out_features // self._parts), self._init, self._scale)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -77,8 +168,30 @@ class RMSNorm(nn.Module):
         return f"{self.features}, eps={self.eps}"
 
 
+class LayerNorm(nn.Module):
+    """LayerNorm over the last axis; computed in float32, returned in x's dtype."""
+
+    def __init__(
+        self, features: int, *, eps: float = 1e-3
+    ) -> None:  # eps: danijar/dreamerv3 @ 8fa35f8; Keras
+        super().__init__()
+        self.features, self.eps = features, eps
+        self.weight = nn.Parameter(torch.ones(features))
+        self.bias = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (…, features) -> (…, features)."""
+        return F.layer_norm(x.float(), (self.features,), self.weight, self.bias, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, eps={self.eps}"
+
+
 class MLP(nn.Module):
     """`layers` blocks of `units`, then with `outputs` a Linear with initial weights scaled by `out_scale`.
+
+    style:     norm, activation and initial weights
+    out_parts: see Linear
 
     float_out: compute that Linear in float32 under autocast too. bfloat16 logits of a distribution lose the
                precision of the float32 accumulation: a critic's value of 450 would be known only to 0.2 or
@@ -96,14 +209,25 @@ class MLP(nn.Module):
         outputs: int | None = None,
         out_scale: float = 1.0,
         float_out: bool = False,
+        style: LayerStyle = TODAY,
+        out_parts: int = 1,
     ) -> None:
         super().__init__()
+        self.style = style
         widths = [inputs] + [units] * layers
-        self.linears: Any = nn.ModuleList(Linear(a, b) for a, b in itertools.pairwise(widths))
-        self.norms: Any = nn.ModuleList(RMSNorm(units) for _ in range(layers))
-        self.out = Linear(widths[-1], outputs, scale=out_scale) if outputs is not None else None
+        self.linears: Any = nn.ModuleList(style.linear(a, b) for a, b in itertools.pairwise(widths))
+        self.norms: Any = nn.ModuleList(style.make_norm(units) for _ in range(layers))
+        self.out = (
+            style.output(widths[-1], outputs, scale=out_scale, parts=out_parts)
+            if outputs is not None
+            else None
+        )
         self.out_features = outputs if outputs is not None else widths[-1]
         self.float_out = float_out
+
+    @property
+    def has_fast_form(self) -> bool:
+        return self.style.fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, inputs) -> (…, outputs), or (…, units) without `outputs`."""
@@ -115,7 +239,7 @@ class MLP(nn.Module):
                 x = norm_silu(F.linear(x, linear.weight), norm.weight, norm.eps, linear.bias)
         else:
             for linear, norm in zip(self.linears, self.norms):
-                x = F.silu(norm(linear(x)))
+                x = self.style.activate(norm(linear(x)))
         if self.out is None:
             return x
         if not self.float_out:

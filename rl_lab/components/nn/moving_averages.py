@@ -12,10 +12,18 @@ class SlowCopy(nn.Module):
     """Target network: a copy with averaged weights.
 
     They are buffers: saved and moved, but never trained or frozen.
+
+    every: only the first of so many calls of `update` changes the weights. Calls are counted on the device, so that a
+           captured CUDA graph counts them too
     """
 
-    def __init__(self, source: nn.Module) -> None:
+    calls: torch.Tensor
+
+    def __init__(self, source: nn.Module, *, every: int = 1) -> None:
         super().__init__()
+        self.every = every
+        if every > 1:
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.network = copy.deepcopy(source)
         for module in self.network.modules():
             for name, parameter in list(module._parameters.items()):
@@ -31,7 +39,13 @@ class SlowCopy(nn.Module):
         """Weight += rate · (source weight − weight); rate 1 copies."""
         named = dict(self.network.named_buffers())
         slow, fast = zip(*((named[name], parameter) for name, parameter in source.named_parameters()))
-        torch._foreach_lerp_(slow, fast, rate)
+        if self.every == 1:
+            torch._foreach_lerp_(slow, fast, rate)
+            return
+        due = torch.where(self.calls % self.every == 0, rate, 0.0)
+        for target, value in zip(slow, fast):
+            target.lerp_(value, due.to(target.dtype))
+        self.calls.add_(1)
 
 
 class ReturnNormalizer(nn.Module):

@@ -96,6 +96,7 @@ def optimizer_step(
     guard: NonFiniteGuard,
     learning_rate_scale: torch.Tensor | None = None,  # 0-d
     max_grad_norm: float | None = None,
+    clip_norms: Sequence[float] = (),  # of the gradients of each optimizer; 0: no limit
     average_gradients: AverageGradients = keep_gradients,
     # Gradients of further losses; called after the backward pass of `loss`.
     extra_gradients: Callable[[], Gradients] | None = None,
@@ -127,11 +128,21 @@ def optimizer_step(
     masked = guard.check(loss, norm)
     if max_grad_norm is not None:
         torch._foreach_mul_(gradients, (max_grad_norm / norm.clamp(min=1e-6)).clamp(max=1.0))
+    for optimizer, limit in zip(optimizers, clip_norms):
+        clip_gradients(optimizer, limit)
     for optimizer in optimizers:
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             _masked_step(optimizer, masked, learning_rate_scale)
     metrics.update(nonfinite=masked, loss=loss)
     return metrics, masked
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, limit: float) -> None:
+    """Scale the gradients of an optimizer's parameters down to this norm; 0: no limit."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if limit and grads:
+        norm = torch.stack(torch._foreach_norm(grads)).square().sum().sqrt()
+        torch._foreach_mul_(grads, (limit / norm.clamp(min=1e-6)).clamp(max=1.0))
 
 
 def _add_gradients(more: Gradients) -> None:

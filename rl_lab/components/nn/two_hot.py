@@ -153,7 +153,7 @@ class SymlogTwoHot(nn.Module):
 
 
 class SquaredError(nn.Module):
-    """Squared error with one output, as in the first TD-MPC; `symlog=True` regresses the symlog."""
+    """Squared error with one output, as in the first TD-MPC, DreamerV1 and V2; `symlog=True` regresses the symlog."""
 
     width = 1
 
@@ -166,10 +166,13 @@ class SquaredError(nn.Module):
         value = logits.squeeze(-1).float()
         return symexp(value) if self.symlog else value
 
-    def loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """(…, 1), (…) -> squared error (…)."""
+    def loss(
+        self, logits: torch.Tensor, target: torch.Tensor, second: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(…, 1), (…) -> squared error (…), plus that to a second target (…)."""
         target = symlog(target.float()) if self.symlog else target.float()
-        return (logits.squeeze(-1).float() - target).square()
+        loss = (logits.squeeze(-1).float() - target).square()
+        return loss if second is None else loss + self.loss(logits, second)
 
 
 def make_regression(bins: int, limit: float) -> SymlogTwoHot | SquaredError:

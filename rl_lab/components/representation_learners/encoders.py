@@ -6,14 +6,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from rl_lab.components.nn.conv import ConvDown, encode_folded
-from rl_lab.components.nn.mlp import MLP
+from rl_lab.components.nn.image_stacks import STACKS, StackEncoder
+from rl_lab.components.nn.mlp import MLP, LayerStyle, layer_style
 from rl_lab.components.nn.two_hot import symlog
-from rl_lab.errors import ConfigError, reject_unknown
+from rl_lab.errors import ConfigError, reject_unknown, require_choice
 from rl_lab.records import ArraySpec, Spec
 
 
@@ -93,6 +95,8 @@ class MLPEncoder(nn.Module):
 
     input_dim: optional expected width of the concatenated vectors
     keys:      observations to read; None: all, and images are an error
+    squash:    symlog of the vectors; False (v1, v2): as they are
+    layer, init, bias: see LayerStyle
     """
 
     def __init__(
@@ -103,6 +107,10 @@ class MLPEncoder(nn.Module):
         layers: int = 3,
         input_dim: int | None = None,
         keys: Sequence[str] | None = None,
+        squash: bool = True,
+        layer: str = "rms+silu",
+        init: str = "fan_in",
+        bias: bool = True,
     ) -> None:
         super().__init__()
         spec = select_observations(spec, keys, "encoder")
@@ -119,16 +127,21 @@ class MLPEncoder(nn.Module):
                 f"components.encoder.input_dim is {input_dim}, but {spec.name} has vectors of width {width}: "
                 "correct it"
             )
-        self.mlp = MLP(width, units, layers)
+        self.squash = squash
+        self.mlp = MLP(width, units, layers, style=layer_style(layer, init, bias))
         self.embed_dim = units
 
     def forward(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """obs: name -> (*batch, …) -> embed (*batch, embed_dim)."""
-        return self.mlp(symlog(join_vectors(obs, self.spec, self.keys)))
+        vectors = join_vectors(obs, self.spec, self.keys)
+        return self.mlp(symlog(vectors) if self.squash else vectors)
 
 
 # Channels of each stage, in multiples of `depth`: danijar/dreamerv3 configs.yaml `mults`.
 STAGES = (2, 3, 4, 4)
+
+
+IMAGES = ("pooled", *STACKS)
 
 
 class ImageEncoder(nn.Module):
@@ -171,20 +184,52 @@ def image_embed_dim(spec: Spec, depth: int, stages: Sequence[int] = STAGES) -> i
 
 
 class DictEncoder(nn.Module):
-    """Concatenated outputs of MLPEncoder and ImageEncoder, for all observations or those in `keys`."""
+    """Concatenated outputs of an MLP and an image encoder, for all observations or those in `keys`.
+
+    images: convolutions: pooled (today) | outer (2024) | strided (2023) | valid (v1, v2); see `nn/image_stacks.py`
+    image_layer: norm and activation of the convolutions of an earlier version; None: `layer`
+    layer, init, bias: see LayerStyle; squash: see MLPEncoder
+    """
 
     def __init__(
-        self, *, spec: Spec, units: int, depth: int, layers: int = 3, keys: Sequence[str] | None = None
+        self,
+        *,
+        spec: Spec,
+        units: int,
+        depth: int,
+        layers: int = 3,
+        keys: Sequence[str] | None = None,
+        images: str = "pooled",
+        squash: bool = True,
+        layer: str = "rms+silu",
+        image_layer: str | None = None,
+        init: str = "fan_in",
+        bias: bool = True,
     ) -> None:
         super().__init__()
+        require_choice("components.encoder.images", images, IMAGES)
         spec = select_observations(spec, keys, "encoder")
-        parts: list[MLPEncoder | ImageEncoder] = []
-        if vector_keys(spec):
-            parts.append(MLPEncoder(spec=spec, units=units, layers=layers, keys=vector_keys(spec)))
-        if image_keys(spec):
+        parts: list[Any] = []
+        if names := vector_keys(spec):
+            parts.append(
+                MLPEncoder(
+                    spec=spec,
+                    units=units,
+                    layers=layers,
+                    keys=names,
+                    squash=squash,
+                    layer=layer,
+                    init=init,
+                    bias=bias,
+                )
+            )
+        if image_keys(spec) and images == "pooled":
             parts.append(ImageEncoder(spec=spec, depth=depth, keys=image_keys(spec)))
-        self.parts = nn.ModuleList(parts)
-        self.embed_dim = sum(part.embed_dim for part in parts)
+        elif image_keys(spec):
+            convolutions = layer_style(image_layer or layer, init, bias)
+            parts.append(StackImageEncoder(spec=spec, depth=depth, images=images, style=convolutions))
+        self.parts: Any = nn.ModuleList(parts)
+        self.embed_dim: int = sum(part.embed_dim for part in parts)
 
     def forward(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """obs: name -> (*batch, …) -> embed (*batch, embed_dim)."""
@@ -192,8 +237,34 @@ class DictEncoder(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
-def dict_embed_dim(spec: Spec, *, units: int, depth: int, keys: Sequence[str] | None = None) -> int:
+class StackImageEncoder(nn.Module):
+    """Image encoder of an earlier version: the convolutions `images` of `nn/image_stacks.py`."""
+
+    def __init__(self, *, spec: Spec, depth: int, images: str, style: LayerStyle) -> None:
+        super().__init__()
+        self.keys = image_keys(spec)
+        channels, height, width = image_shape(spec, 0)
+        self.stack = StackEncoder(STACKS[images], channels, (height, width), depth, style)
+        self.embed_dim = self.stack.features
+
+    def forward(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """obs: name -> (*batch, C, H, W) uint8 -> embed (*batch, embed_dim)."""
+        image = join_images(obs, self.keys)
+        batch = image.shape[:-3]
+        x = image.flatten(0, -4) if len(batch) else image.unsqueeze(0)
+        return self.stack(x.float() / 255.0 - 0.5).reshape(*batch, self.embed_dim)
+
+
+def dict_embed_dim(
+    spec: Spec, *, units: int, depth: int, keys: Sequence[str] | None = None, images: str = "pooled"
+) -> int:
     """Output width of a DictEncoder, without building it."""
+    require_choice("components.rssm.images", images, IMAGES)
     spec = select_observations(spec, keys, "encoder")
     vector = units if vector_keys(spec) else 0
-    return vector + (image_embed_dim(spec, depth) if image_keys(spec) else 0)
+    if not image_keys(spec):
+        return vector
+    if images == "pooled":
+        return vector + image_embed_dim(spec, depth)
+    _, height, width = image_shape(spec, 0)
+    return vector + STACKS[images].features((height, width), depth)

@@ -1,25 +1,31 @@
-"""Recurrent state-space model of DreamerV3's 2025 version: a block GRU and a vector of categorical variables.
+"""Recurrent state-space model of Dreamer; by default that of DreamerV3's 2025 version.
 
-A state is `deter` (B, D), the recurrent state, and `stoch` (B, S, C), S one-hot variables of C classes. The
-posterior depends on deter and the observation, the prior on deter only. Paper: Hafner et al. 2025, "Mastering
-diverse control tasks through world models"; sizes, gate order and initialisation are from danijar/dreamerv3
-(rssm.py).
+A state is `deter` (B, D), the recurrent state, and `stoch` (B, S, C), S one-hot variables of C classes, or (B, S, 1)
+with Gaussian latents. The posterior depends on deter and the observation, the prior on deter only. Paper: Hafner et
+al. 2025, "Mastering diverse control tasks through world models"; sizes, gate order and initialisation are from
+danijar/dreamerv3 (rssm.py). The cells of earlier versions: danijar/dreamer models.py, danijar/dreamerv2
+common/nets.py, danijar/dreamerv3 @ 8fa35f8 nets.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from rl_lab.components.nn.actions import ActionEncoder
-from rl_lab.components.nn.categorical import straight_through, unimix_probs
-from rl_lab.components.nn.mlp import MLP, BlockLinear, Linear, RMSNorm
+from rl_lab.components.nn.latents import make_latent, noise_spec
+from rl_lab.components.nn.mlp import MLP, TODAY, BlockLinear, LayerNorm, LayerStyle, layer_style
 from rl_lab.components.representation_learners.encoders import dict_embed_dim
 from rl_lab.components.representation_learners.rssm_fast import scan_posterior
-from rl_lab.records import Spec
+from rl_lab.errors import require_choice
+from rl_lab.records import NoiseSpec, Spec
+
+CELLS = ("block_gru", "layer_norm_gru", "gru")
+INITIAL_STATES = ("zeros", "learned")
 
 
 class BlockGRU(nn.Module):
@@ -28,12 +34,14 @@ class BlockGRU(nn.Module):
     Each block depends on its own part of the state, on the inputs, and on an embedding of the complete state.
     """
 
-    def __init__(self, deter: int, hidden: int, *, inputs: int, blocks: int) -> None:
+    def __init__(
+        self, deter: int, hidden: int, *, inputs: int, blocks: int, style: LayerStyle = TODAY
+    ) -> None:
         super().__init__()
-        self.blocks = blocks
-        self.deter_in = MLP(deter, hidden, 1)
+        self.blocks, self.style = blocks, style
+        self.deter_in = MLP(deter, hidden, 1, style=style)
         self.layer = BlockLinear(deter + blocks * (hidden + inputs), deter, blocks=blocks)
-        self.norm = RMSNorm(deter)
+        self.norm = style.make_norm(deter)
         self.gates = BlockLinear(deter, 3 * deter, blocks=blocks)
 
     def forward(self, deter: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -41,12 +49,56 @@ class BlockGRU(nn.Module):
         shared = torch.cat([self.deter_in(deter), *inputs], -1).unsqueeze(1).expand(-1, self.blocks, -1)
         memory = deter.unflatten(-1, (self.blocks, -1))  # (B, g, D/g)
         y = self.layer(torch.cat([memory, shared], -1))
-        y = F.silu(self.norm(y.flatten(-2))).unflatten(-1, (self.blocks, -1))
+        y = self.style.activate(self.norm(y.flatten(-2))).unflatten(-1, (self.blocks, -1))
         # Split within each block, not across the full width.
         reset, candidate, update = self.gates(y).chunk(3, -1)  # (B, g, D/g) each
         candidate = torch.tanh(torch.sigmoid(reset) * candidate)
         update = torch.sigmoid(update - 1.0)
         return torch.lerp(memory, candidate.to(memory.dtype), update.to(memory.dtype)).flatten(-2)
+
+
+class LayerNormGRU(nn.Module):
+    """GRU with one LayerNorm over its three gates (DreamerV2, and DreamerV3 of 2023)."""
+
+    def __init__(self, deter: int, inputs: int, *, style: LayerStyle) -> None:
+        super().__init__()
+        # As other layers with a norm: without a bias in the 2023 version.
+        self.gates = LayerStyle("layer", "silu", style.init, style.bias).linear(deter + inputs, 3 * deter)
+        self.norm = LayerNorm(3 * deter)
+
+    def forward(self, deter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """deter: (B, D), x: (B, inputs) -> next deter (B, D)."""
+        reset, candidate, update = self.norm(self.gates(torch.cat([deter, x], -1)).float()).chunk(3, -1)
+        candidate = torch.tanh(torch.sigmoid(reset) * candidate)
+        return torch.lerp(deter, candidate, torch.sigmoid(update - 1.0))
+
+
+class PlainGRU(nn.Module):
+    """GRU as in Keras (DreamerV1): Glorot weights, orthogonal recurrent weights, zero biases."""
+
+    def __init__(self, deter: int, inputs: int) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(inputs, deter)
+        nn.init.xavier_uniform_(self.cell.weight_ih)
+        nn.init.orthogonal_(self.cell.weight_hh)
+        nn.init.zeros_(self.cell.bias_ih)
+        nn.init.zeros_(self.cell.bias_hh)
+
+    def forward(self, deter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """deter: (B, D), x: (B, inputs) -> next deter (B, D)."""
+        after: torch.Tensor = self.cell(x, deter.to(x.dtype))
+        return after.float()
+
+
+class JointInput(nn.Module):
+    """One layer on latent and action together, before the recurrent cell (all versions before 2024)."""
+
+    def __init__(self, stoch: int, action: int, hidden: int, *, style: LayerStyle) -> None:
+        super().__init__()
+        self.mlp = MLP(stoch + action, hidden, 1, style=style)
+
+    def forward(self, stoch: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        return self.mlp(torch.cat([stoch, action], -1))
 
 
 State = dict[str, torch.Tensor]
@@ -55,8 +107,12 @@ State = dict[str, torch.Tensor]
 class RSSM(nn.Module):
     """Latent dynamics: `observe`, `observe_sequence`, `imagine_step`.
 
-    embed_dim:     width of the encoder's output; None: that of a DictEncoder with `units`, `depth` and `keys`
-    action_layers: normed layers of the action embedding; 0: the encoded action is the input of the recurrence
+    embed_dim:     width of the encoder's output; None: that of a DictEncoder with `units`, `depth`, `keys` and `images`
+    cell:          block_gru (2024, today) | layer_norm_gru (v2, 2023) | gru (v1)
+    blocks, action_layers: of block_gru. Normed layers of the action embedding; 0: the encoded action is the input
+    latent:        categorical | gaussian (v1), whose standard deviation has the form `std_form` and at least `min_std`
+    initial:       zeros | learned (2023): the state at the start of an episode
+    layer, init, bias: see LayerStyle
     """
 
     fast = False  # fused scan over a sequence (rssm_fast.py); see fast_path.py
@@ -77,27 +133,79 @@ class RSSM(nn.Module):
         units: int = 0,
         depth: int = 0,
         keys: Sequence[str] | None = None,
+        images: str = "pooled",
+        cell: str = "block_gru",
+        latent: str = "categorical",
+        std_form: str = "softplus",
+        min_std: float = 0.1,
+        initial: str = "zeros",
+        layer: str = "rms+silu",
+        init: str = "fan_in",
+        bias: bool = True,
     ) -> None:
         super().__init__()
+        require_choice("components.rssm.cell", cell, CELLS)
+        require_choice("components.rssm.initial", initial, INITIAL_STATES)
         self.deter, self.stoch, self.classes = deter, stoch, classes
         self.unimix = unimix
+        self.latent = make_latent(latent, stoch, classes, unimix=unimix, std_form=std_form, min_std=min_std)
+        self.cell, self.style = cell, layer_style(layer, init, bias)
         if embed_dim is None:
-            embed_dim = dict_embed_dim(spec, units=units, depth=depth, keys=keys)
+            embed_dim = dict_embed_dim(spec, units=units, depth=depth, keys=keys, images=images)
         self.embed_dim = embed_dim
         self.features = deter + stoch * classes
         self.action_encoder = ActionEncoder(spec.action)
-        self.action_in = MLP(self.action_encoder.out_features, hidden, action_layers)
-        self.stoch_in = MLP(stoch * classes, hidden, 1)
-        self.gru = BlockGRU(deter, hidden, inputs=hidden + self.action_in.out_features, blocks=blocks)
-        self.posterior_in = Linear(deter + self.embed_dim, hidden)
-        self.posterior_norm = RMSNorm(hidden)
-        self.posterior_out = Linear(hidden, stoch * classes)
-        self.prior_net = MLP(deter, hidden, prior_layers, outputs=stoch * classes)
+        if cell == "block_gru":
+            style = self.style
+            self.action_in = MLP(self.action_encoder.out_features, hidden, action_layers, style=style)
+            self.stoch_in = MLP(stoch * classes, hidden, 1, style=style)
+            inputs = hidden + self.action_in.out_features
+            self.gru: Any = BlockGRU(deter, hidden, inputs=inputs, blocks=blocks, style=style)
+        else:
+            joint = JointInput(stoch * classes, self.action_encoder.out_features, hidden, style=self.style)
+            self.joint_in = joint
+            self.gru = (
+                LayerNormGRU(deter, hidden, style=self.style)
+                if cell == "layer_norm_gru"
+                else PlainGRU(deter, hidden)
+            )
+        self.posterior_in = self.style.linear(deter + self.embed_dim, hidden)
+        self.posterior_norm = self.style.make_norm(hidden)
+        self.posterior_out = self.style.output(hidden, self.latent.width)
+        self.prior_net = MLP(deter, hidden, prior_layers, outputs=self.latent.width, style=self.style)
+        self.initial = nn.Parameter(torch.zeros(deter)) if initial == "learned" else None
+
+    @property
+    def has_fast_form(self) -> bool:
+        """Whether the fused scan and the fused imagination compute this model."""
+        plain = self.latent.noise_kind == "uniform" and self.unimix > 0.0 and self.initial is None
+        return self.cell == "block_gru" and self.style.fused and plain
+
+    def noise_spec(self, *batch: int) -> NoiseSpec:
+        """Random values of one state per element: (*batch, S)."""
+        return noise_spec(self.latent, *batch)
+
+    def draw_noise(self, *batch: int, generator: torch.Generator | None = None) -> torch.Tensor:
+        draw = torch.randn if self.latent.noise_kind == "normal" else torch.rand
+        return draw(*batch, self.stoch, generator=generator, device=self.posterior_out.weight.device)
 
     def initial_state(self, batch_size: int) -> State:
-        """Zeros: the state at the start of every episode."""
-        zeros = self.posterior_norm.weight.new_zeros
+        """The state at the start of every episode: zeros, or learned."""
+        zeros = self.posterior_out.weight.new_zeros
+        if self.initial is not None:
+            deter, stoch = self._learned_state()
+            return {
+                "deter": deter.expand(batch_size, -1),
+                "stoch": stoch.expand(batch_size, -1, -1),
+            }
         return {"deter": zeros(batch_size, self.deter), "stoch": zeros(batch_size, self.stoch, self.classes)}
+
+    def _learned_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Deter (D,) and the prior's mode (S, C)."""
+        assert self.initial is not None
+        deter = torch.tanh(self.initial)
+        statistics = self.latent.statistics(self.prior_net(deter.unsqueeze(0)))
+        return deter, self.latent.mode(statistics).squeeze(0)
 
     def feature(self, state: State) -> torch.Tensor:
         """Input of heads and policy: deter and stoch concatenated, (…, features)."""
@@ -109,12 +217,12 @@ class RSSM(nn.Module):
         action: torch.Tensor,  # (B, …) taken before this observation
         embed: torch.Tensor,  # (B, E)
         is_first: torch.Tensor,  # (B,) bool
-        noise: torch.Tensor,  # (B, S) uniform
+        noise: torch.Tensor,  # (B, S) as in `noise_spec`
     ) -> tuple[State, torch.Tensor]:
-        """One posterior step: the new state, and its log probabilities (B, S, C)."""
+        """One posterior step: the new state, and its statistics (B, S, C) (see `latents.py`)."""
         sequence = (x.unsqueeze(1) for x in (action, embed, is_first, noise))
-        states, log_probs = self.observe_sequence(state, *sequence)
-        return {key: value.squeeze(1) for key, value in states.items()}, log_probs.squeeze(1)
+        states, statistics = self.observe_sequence(state, *sequence)
+        return {key: value.squeeze(1) for key, value in states.items()}, statistics.squeeze(1)
 
     def observe_sequence(
         self,
@@ -122,52 +230,68 @@ class RSSM(nn.Module):
         action: torch.Tensor,  # (B, T, …) taken before each observation
         embed: torch.Tensor,  # (B, T, E)
         is_first: torch.Tensor,  # (B, T) bool
-        noise: torch.Tensor,  # (B, T, S) uniform
+        noise: torch.Tensor,  # (B, T, S) as in `noise_spec`
     ) -> tuple[State, torch.Tensor]:
-        """Posterior states (B, T, …) after the given state, and their log probabilities (B, T, S, C).
+        """Posterior states (B, T, …) after the given state, and their statistics: log probabilities (B, T, S, C),
+        or mean and deviation (B, T, S, 2).
 
-        Where `is_first`, the state and the previous action are zeroed before the step.
+        Where `is_first`, the state becomes the initial one and the previous action zero before the step.
         """
         keep = (~is_first).unsqueeze(-1).float()  # (B, T, 1)
         # Everything outside the recurrence is computed for all steps at once: the action embedding, and the
         # observation's part of the posterior's first layer, which is linear in (deter, embed).
-        actions = self.action_in(self.action_encoder(action) * keep)
+        actions = self._embed_action(self.action_encoder(action) * keep)
         from_deter, from_embed = self.posterior_in.weight.split([self.deter, self.embed_dim], 1)
         embeds = F.linear(embed, from_embed, self.posterior_in.bias)
         if self.fast:
             deter, stoch, prob = scan_posterior(self, state, keep.squeeze(-1), actions, embeds, noise)
             return {"deter": deter, "stoch": stoch}, prob.log()
         from_deter = from_deter.t()
+        start = None
+        if self.initial is not None:
+            deter, stoch = self._learned_state()
+            start = (1.0 - keep) * deter, (1.0 - keep) * stoch.flatten()  # (B, T, D), (B, T, S·C)
 
         deter, stoch = state["deter"], state["stoch"].flatten(-2)
-        deters, stochs, probs = [], [], []
-        for keep_t, action_t, embed_t, noise_t in zip(*(x.unbind(1) for x in (keep, actions, embeds, noise))):
-            deter = self._advance(deter * keep_t, stoch * keep_t, action_t)
-            x = F.silu(self.posterior_norm(torch.addmm(embed_t, deter, from_deter)))
-            probs_t = unimix_probs(self._group(self.posterior_out(x)), self.unimix)
-            sample = straight_through(probs_t, noise_t)
+        deters, stochs, statistics = [], [], []
+        for t, (keep_t, action_t, embed_t, noise_t) in enumerate(
+            zip(*(x.unbind(1) for x in (keep, actions, embeds, noise)))
+        ):
+            deter, stoch = deter * keep_t, stoch * keep_t
+            if start is not None:
+                deter, stoch = deter + start[0][:, t], stoch + start[1][:, t]
+            deter = self._advance(deter, stoch, action_t)
+            x = self.style.activate(self.posterior_norm(torch.addmm(embed_t, deter, from_deter)))
+            sample, found = self.latent.draw(self.posterior_out(x), noise_t)
             stoch = sample.flatten(-2)
             deters.append(deter)
             stochs.append(sample)
-            probs.append(probs_t)
+            statistics.append(found)
         states = {"deter": torch.stack(deters, 1), "stoch": torch.stack(stochs, 1)}
-        return states, torch.stack(probs, 1).log()
+        return states, torch.stack(statistics, 1)
 
-    def imagine_step(self, state: State, action: torch.Tensor, noise: torch.Tensor) -> State:
-        """One prior step: action (B, …), noise (B, S) uniform -> state (B, …)."""
-        actions = self.action_in(self.action_encoder(action))
+    def imagine_step(
+        self, state: State, action: torch.Tensor, noise: torch.Tensor, *, encoded: bool = False
+    ) -> State:
+        """One prior step: action (B, …), noise (B, S) as in `noise_spec` -> state (B, …).
+
+        encoded: the action is a vector (B, A), which may have a gradient, not an action as stored
+        """
+        actions = self._embed_action(action if encoded else self.action_encoder(action))
         deter = self._advance(state["deter"], state["stoch"].flatten(-2), actions)
-        return {"deter": deter, "stoch": straight_through(self._prior_probs(deter), noise)}
+        stoch, _ = self.latent.draw(self.prior_net(deter), noise)
+        return {"deter": deter, "stoch": stoch}
 
     def prior(self, deter: torch.Tensor) -> torch.Tensor:
-        """Log probabilities of stoch given deter: (…, D) -> (…, S, C)."""
-        return self._prior_probs(deter).log()
+        """Statistics of stoch given deter: (…, D) -> (…, S, C), or (…, S, 2)."""
+        return self.latent.statistics(self.prior_net(deter))
 
-    def _prior_probs(self, deter: torch.Tensor) -> torch.Tensor:
-        return unimix_probs(self._group(self.prior_net(deter)), self.unimix)
+    def _embed_action(self, encoded: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.action_in(encoded) if self.cell == "block_gru" else encoded
+        return embedded
 
     def _advance(self, deter: torch.Tensor, stoch: torch.Tensor, action_in: torch.Tensor) -> torch.Tensor:
-        return self.gru(deter, self.stoch_in(stoch), action_in)
-
-    def _group(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.unflatten(-1, (self.stoch, self.classes))
+        if isinstance(self.gru, BlockGRU):
+            return self.gru.forward(deter, self.stoch_in(stoch), action_in)
+        after: torch.Tensor = self.gru(deter, self.joint_in(stoch, action_in))
+        return after

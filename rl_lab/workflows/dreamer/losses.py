@@ -1,7 +1,10 @@
-"""Losses of DreamerV3 as pure functions (Hafner et al. 2025; danijar/dreamerv3 @ e3f0224 agent.py, rssm.py).
+"""Losses of Dreamer as pure functions (Hafner et al. 2025; danijar/dreamerv3 @ e3f0224 agent.py, rssm.py).
 
 Shapes: B sequences, T steps, F features; N imagined rollouts of H steps, thus H+1 states. Rewards and
 continue probabilities are indexed by the state they arrive with, actions by the state they are taken in.
+
+Two conventions of values. Today the value of a state is the return *after* it. In V1 and V2 (`own_reward`) it includes
+the reward that arrives with the state: danijar/dreamerv2 agent.py, `target`, `actor_loss`, `critic_loss`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_lab.components.nn.categorical import entropy, kl_divergence
+from rl_lab.components.nn.latents import CategoricalLatent, Latent
 from rl_lab.components.nn.losses import reward_share
 
 Losses = dict[str, torch.Tensor]
@@ -28,10 +31,16 @@ def total_loss(losses: Mapping[str, torch.Tensor], scales: Mapping[str, float]) 
     return torch.stack(scaled).sum()
 
 
+CATEGORICAL = CategoricalLatent(1, 1)  # KL and entropy depend on the statistics alone
+
+
 def kl_losses(
-    posterior: torch.Tensor,  # (B, T, S, C) log probabilities
-    prior: torch.Tensor,  # (B, T, S, C)
+    posterior: torch.Tensor,  # (B, T, S, C) log probabilities, or (B, T, S, 2) mean and deviation
+    prior: torch.Tensor,
     free_nats: float,
+    *,
+    latent: Latent = CATEGORICAL,
+    free_mean: bool = False,
 ) -> tuple[Losses, dict[str, torch.Tensor]]:
     """KL losses of the RSSM (rssm.py: `RSSM.loss`), (B, T) each, with free nats; metrics.
 
@@ -39,17 +48,20 @@ def kl_losses(
     representation  max(free_nats, KL(posterior ‖ sg(prior))) trains the posterior
 
     The KL is summed over the S variables of a step before it is clipped.
+    free_mean: clip the mean over batch and time instead, 0-d (v1; `free_avg` in v2)
     """
-    dynamics = kl_divergence(posterior.detach(), prior)
-    representation = kl_divergence(posterior, prior.detach())
+    dynamics = latent.kl_divergence(posterior.detach(), prior)
+    representation = latent.kl_divergence(posterior, prior.detach())
+    metrics = {
+        "kl": dynamics.detach().mean(),
+        "prior_entropy": latent.entropy(prior.detach()).mean(),
+        "posterior_entropy": latent.entropy(posterior.detach()).mean(),
+    }
+    if free_mean:
+        dynamics, representation = dynamics.mean(), representation.mean()
     losses = {
         "dynamics": dynamics.clamp(min=free_nats),
         "representation": representation.clamp(min=free_nats),
-    }
-    metrics = {
-        "kl": dynamics.detach().mean(),
-        "prior_entropy": entropy(prior.detach()).mean(),
-        "posterior_entropy": entropy(posterior.detach()).mean(),
     }
     return losses, metrics
 
@@ -58,7 +70,7 @@ class ImaginedRollouts(NamedTuple):
     """N imagined rollouts of H steps with their values and λ-returns."""
 
     feature: torch.Tensor  # (N, H+1, F); has a gradient if the actor learns through the dynamics
-    action: torch.Tensor  # (N, H, …)
+    action: torch.Tensor  # (N, H, …) as stored, or encoded (N, H, A) if the actor learns through the dynamics
     reward: torch.Tensor  # (N, H+1)
     cont: torch.Tensor  # (N, H+1) discount × P(continue)
     value_logits: torch.Tensor  # (N, H+1, bins) with gradient for the critic only
@@ -74,41 +86,95 @@ def evaluate_rollouts(
     action: torch.Tensor,
     reward: torch.Tensor,
     cont: torch.Tensor,
+    own_reward: bool = False,
 ) -> ImaginedRollouts:
-    """Add values and returns; λ-returns by default: R_t = r_{t+1} + c_{t+1} ((1 − λ) v_{t+1} + λ R_{t+1})."""
+    """Add values and returns; λ-returns by default: R_t = r_{t+1} + c_{t+1} ((1 − λ) v_{t+1} + λ R_{t+1}).
+
+    own_reward: R_t = r_t + c_t ((1 − λ) v_{t+1} + λ R_{t+1})
+    The values are those of the slow critic, if the critic has `slow_targets`.
+    """
     value_logits = critic(feature.detach())
+    slow = getattr(critic, "slow_targets", False)
     with torch.set_grad_enabled(feature.requires_grad):
-        value = critic.value(feature) if feature.requires_grad else critic.mean(value_logits)
-        returns = return_computer(reward, cont, value)
+        if slow:
+            value = critic.target_value(feature)
+        else:
+            value = critic.value(feature) if feature.requires_grad else critic.mean(value_logits)
+        if own_reward:  # one step later, as a return computer expects them
+            unused = torch.zeros_like(reward[:, :1])
+            late_reward, late_cont = (torch.cat([unused, x[:, :-1]], 1) for x in (reward, cont))
+            returns = return_computer(late_reward, late_cont, value)
+        else:
+            returns = return_computer(reward, cont, value)
     return ImaginedRollouts(feature, action, reward, cont, value_logits, value, returns)
 
 
+def rollout_weights(cont: torch.Tensor, *, own_reward: bool = False) -> torch.Tensor:
+    """(N, H+1) -> (N, H): c_0 … c_t, the discounted probability that state t is reached; own_reward: c_0 … c_{t-1}."""
+    if own_reward:
+        cont = torch.cat([torch.ones_like(cont[:, :1]), cont[:, :-1]], 1)
+    return torch.cumprod(cont, 1)[:, :-1]
+
+
 def actor_critic_losses(
-    actor: Any, critic: Any, rollouts: ImaginedRollouts, *, entropy_scale: torch.Tensor | float
+    actor: Any,
+    critic: Any,
+    rollouts: ImaginedRollouts,
+    *,
+    entropy_scale: torch.Tensor | float,
+    own_reward: bool = False,
+    critic_start: int = 0,
 ) -> tuple[Losses, dict[str, torch.Tensor]]:
     """Losses of actor and critic (agent.py: `imag_loss`), (N, H) each; metrics.
 
     actor   −w (log π(a) sg(A) + η H[π]), REINFORCE with advantage A = (R − v) / max(1, S) and return range S;
-            −w (A + η H[π]) if the rollouts have gradients, which then flow through the dynamics
+            −w (A + η H[π]) if the rollouts have gradients, which then flow through the dynamics;
+            with the gradient `both`: −w (m A' + (1 − m) log π(a) sg(A) + η H[π]), A' = R / max(1, S)
     critic  w × (two-hot cross-entropy to sg(R) + cross-entropy to the slow critic's value)
 
     w is the discounted probability that the rollout has not ended.
+    own_reward:   the action of state t is credited with R_{t+1}, and with `dynamics` no value is subtracted from it,
+                  so the actor has one state less (v1, v2)
+    critic_start: the critic is trained on states from this one on; 1 in V1, which leaves out the replayed state
     """
-    feature, action, returns = rollouts.feature.detach(), rollouts.action.detach(), rollouts.returns.detach()
+    feature, action, returns = rollouts.feature.detach(), rollouts.action, rollouts.returns.detach()
+    gradient = getattr(actor, "gradient", "reinforce")
     with torch.no_grad():
         scale = actor.return_normalizer.update(returns)
-        # Discounted probability of having reached each state, including the continue of the starting state.
-        weight = torch.cumprod(rollouts.cont, 1)[:, :-1]
+        weight = rollout_weights(rollouts.cont, own_reward=own_reward)
         slow = critic.slow_value(feature)[:, :-1]
-    advantage = (rollouts.returns - rollouts.value[:, :-1]) / scale
+    if own_reward:
+        gained = rollouts.returns[:, 1:]
+        advantage = gained if gradient == "dynamics" else gained - rollouts.value[:, : gained.shape[1]]
+        advantage = advantage / scale
+    else:
+        advantage = (rollouts.returns - rollouts.value[:, :-1]) / scale
+    steps = advantage.shape[1]
     # The last state only bootstraps and has no action. It is sliced off after the networks, because slicing
     # the features first would copy them.
     padded = torch.cat([action, action[:, -1:]], 1)
-    log_prob, policy_entropy = (x[:, :-1] for x in actor.log_prob_and_entropy(feature, padded))
-    gain = advantage if advantage.requires_grad else log_prob * advantage
+    if gradient == "both":
+        found = actor.log_prob_of_encoded(feature, padded)
+    elif gradient == "dynamics" and rollouts.feature.requires_grad:
+        found = actor.log_prob_of_encoded(feature, padded.detach())
+    else:
+        found = actor.log_prob_and_entropy(feature, padded.detach())
+    log_prob, policy_entropy = (x[:, :steps] for x in found)
+    if gradient == "both":
+        mix = actor.gradient_mix
+        whole = (rollouts.returns[:, 1:] if own_reward else rollouts.returns) / scale
+        gain = mix * whole + (1.0 - mix) * log_prob * advantage.detach()
+    else:
+        gain = advantage if advantage.requires_grad else log_prob * advantage
+    critic_loss = critic.loss(rollouts.value_logits[:, :-1], returns, slow)
+    if critic_start:
+        first = rollout_weights(rollouts.cont[:, critic_start:], own_reward=own_reward)
+        critic_loss = first * critic_loss[:, critic_start:]
+    else:
+        critic_loss = weight * critic_loss
     losses = {
-        "actor": -weight * (gain + entropy_scale * policy_entropy),
-        "critic": weight * critic.loss(rollouts.value_logits[:, :-1], returns, slow),
+        "actor": -weight[:, :steps] * (gain + entropy_scale * policy_entropy),
+        "critic": critic_loss,
     }
     normalizer = actor.return_normalizer
     metrics = {

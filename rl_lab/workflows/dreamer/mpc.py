@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rl_lab.components.nn.actions import ActionEncoder, stored_action
-from rl_lab.records import ActionSpec, ActMode, NoiseSpec
+from rl_lab.records import ActionSpec, ActMode
 from rl_lab.workflows.base import PolicyState
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer.settings import DreamerMPCSettings, DreamerSettings
@@ -43,7 +43,7 @@ class RSSMModel:
         self.actor, self.critic = actor, critic
         self.action, self.discount = action, discount
         self.action_encoder = ActionEncoder(action).to(device)
-        self.noise = {"next": NoiseSpec((rssm.stoch,), "uniform"), "policy": actor.noise_spec()}
+        self.noise = {"next": rssm.noise_spec(), "policy": actor.noise_spec()}
 
     def next(self, latent: State, action: torch.Tensor, noise: torch.Tensor) -> State:
         return self.rssm.imagine_step(latent, stored_action(action, self.action), noise)
@@ -82,7 +82,7 @@ class DreamerMPCWorkflow(DreamerWorkflow):
             actor=self.actor,
             critic=self.critic,
             action=self.spec.action,
-            discount=self.settings.discount,
+            discount=self.settings.discount if self.settings.discount_in_continue else 1.0,
             device=self.device,
         )
         self.planning_model.action_encoder.fast = self.fast

@@ -48,15 +48,15 @@ def training_rollouts(
 ) -> Imagined:
     """Decoded rollouts from the end of each sequence, computed as in training: replay context, fused steps."""
     rssm, actor, decoder = workflow.rssm, workflow.actor, workflow.decoder
-    draw = partial(torch.rand, generator=generator, device=workflow.device)
+    draw = partial(rssm.draw_noise, generator=generator)
     with workflow.autocast():
         rows = batch.reward.shape[1] - workflow.settings.replay_context
-        states, _ = workflow.infer(batch, draw(len(batch), rows, rssm.stoch))
+        states, _ = workflow.infer(batch, draw(len(batch), rows))
         spec = actor.noise_spec(horizon, len(batch))
         action_noise = (torch.rand if spec.kind == "uniform" else torch.randn)(
             spec.shape, generator=generator, device=workflow.device
         )
-        prior_noise = draw(horizon, len(batch), rssm.stoch)
+        prior_noise = draw(horizon, len(batch))
         start = {key: value[:, -1] for key, value in states.items()}
         feature, action = workflow.rollout(start, prior_noise, action_noise)
         deter, stoch = feature.split([rssm.deter, rssm.stoch * rssm.classes], -1)
@@ -65,7 +65,7 @@ def training_rollouts(
             states,
             action,
             reward=workflow.reward_head.predict(feature),
-            cont=workflow.continue_head.predict(feature),
+            cont=workflow.continues(feature),
             obs=decoder.observations(decoder(states, feature)),
         )
 
@@ -77,7 +77,7 @@ def _open_loop(workflow: DreamerWorkflow, batch: Batch, start: Batch, seen: int)
     generator = torch.Generator(workflow.device).manual_seed(0)
     rssm, decoder = workflow.rssm, workflow.decoder
     with workflow.autocast():
-        noise = torch.rand(size, length, rssm.stoch, generator=generator, device=workflow.device)
+        noise = rssm.draw_noise(size, length, generator=generator)
         states, _ = workflow.infer(start, noise[:, :seen])
         state = {key: value[:, -1] for key, value in states.items()}
         predicted: dict[str, list[torch.Tensor]] = {key: [] for key in states}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypedDict
+from typing import Annotated, ClassVar, Literal, TypedDict
 
 from rl_lab.errors import ConfigError
 from rl_lab.utils.settings import INTERPOLATED
@@ -37,6 +37,7 @@ class Size:
     units: int
     bins: int
     bin_limit: float
+    layers: int = 0  # of heads, actor and critic in the 2023 version
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,25 @@ class DreamerSettings(Settings):
     slow_critic_rate: float
     max_grad_norm: float
     loss_scales: Annotated[dict[str, float], LossScales]
+    # Switches of earlier versions; the defaults are those of today, for configs that were saved before these existed.
+    free_mean: bool = False
+    discount_in_continue: bool = True
+    first_continue: Literal["predicted", "real"] = "predicted"
+    own_reward: bool = False
+    critic_start: int = 0
+    reward_transform: Literal["none", "tanh", "sign"] = "none"
+    reward_gradient: bool = True
+    replay_value_gradient: bool = True
+    clip_norms: dict[str, float] | None = None
+    layer: str = INTERPOLATED
+    init: str = INTERPOLATED
+    bias: bool = INTERPOLATED
     # For the parts and phases in the config.
     size: Size = INTERPOLATED
     train_ratio: float | None = INTERPOLATED
-    seed_steps: int = INTERPOLATED  # decisions before the first update, with phases=prefilled
+    seed_steps: int = INTERPOLATED  # decisions before the first update, with phases=prefilled and seeded
+    updates_per_env_step: float = INTERPOLATED  # with phases=seeded
+    pretrain_updates: int = INTERPOLATED
 
     def check(self) -> None:
         if self.replay_context not in (0, 1):
@@ -74,6 +90,17 @@ class DreamerSettings(Settings):
             raise ConfigError(
                 f"algorithm.imagination_last is {self.imagination_last}: set it to 0 (every step) "
                 f"or to a value from 2 to batch_length ({self.batch_length})"
+            )
+        if not 0 <= self.critic_start < self.imagination_horizon:
+            raise ConfigError(
+                f"algorithm.critic_start is {self.critic_start}: set it to 0, or to 1 to leave out the first state"
+            )
+        if self.own_reward and self.imagination_horizon < 2:
+            raise ConfigError("algorithm.imagination_horizon must be at least 2 with own_reward=true")
+        if self.own_reward and self.loss_scales["replay_value"]:
+            raise ConfigError(
+                "algorithm.loss_scales.replay_value must be 0 with own_reward=true: the loss on replayed rewards "
+                "has the other convention of values"
             )
 
     @property

@@ -1,4 +1,5 @@
-"""DreamerV3 (Hafner et al. 2025, Nature; danijar/dreamerv3 @ e3f0224).
+"""Dreamer: DreamerV3 (Hafner et al. 2025, Nature; danijar/dreamerv3 @ e3f0224) and, by configuration, its earlier
+versions.
 
 The world model (an RSSM with decoder, reward and continue heads) is trained on replayed sequences. Actor and
 critic are trained on imagined rollouts that start from the posterior states of those sequences. The hook
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_lab.components.nn.categorical import one_hot
 from rl_lab.components.nn.fast_path import SideStream
 from rl_lab.components.nn.losses import reward_share
 from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
@@ -30,7 +30,7 @@ from rl_lab.components.nn.training_step import (
     optimizer_step,
 )
 from rl_lab.components.representation_learners.rssm_fast import FrozenDynamics, imagine, imagine_with_gradient
-from rl_lab.errors import ConfigError
+from rl_lab.errors import ConfigError, reject_unknown
 from rl_lab.records import (
     ActMode,
     ArraySpec,
@@ -38,7 +38,6 @@ from rl_lab.records import (
     BatchSpec,
     Hook,
     ImaginedStep,
-    NoiseSpec,
     Spec,
     UpdateResult,
 )
@@ -81,14 +80,23 @@ class DreamerActing(WorldModelWorkflow):
         self.fast = context.use_fast_path()
         self.encoder = context.component("encoder", "forward")
         self.rssm = context.component(
-            "rssm", "observe", "observe_sequence", "imagine_step", "prior", "feature"
+            "rssm",
+            "observe",
+            "observe_sequence",
+            "imagine_step",
+            "prior",
+            "feature",
+            "noise_spec",
+            "draw_noise",
         )
         self.decoder = context.component("decoder", "forward", "losses", "observations")
         self.reward_head = context.component("reward_head", "predict", "loss")
         self.continue_head = context.component("continue_head", "predict", "loss")
         self.return_computer = context.component("return_computer", "__call__")
         self.actor = context.controller("actor", "sample", "log_prob_and_entropy", "act")
-        self.through_dynamics = getattr(self.actor, "gradient", "reinforce") == "dynamics"
+        self.through_dynamics = getattr(self.actor, "through_dynamics", False)
+        # Earlier versions have layers without fused kernels; imagination then runs step by step, with plain modules.
+        self.fused = self.fast and bool(getattr(self.rssm, "fast", False))
         self.critic = context.controller("critic", "value", "slow_value", "loss", "update_slow")
         if self.encoder.embed_dim != self.rssm.embed_dim:
             raise ConfigError(
@@ -103,45 +111,59 @@ class DreamerActing(WorldModelWorkflow):
             yield
 
     def infer(self, batch: Batch, noise: torch.Tensor) -> tuple[State, torch.Tensor]:
-        """Posterior states (B, T, …) of the rows after the replay context, and their log probabilities."""
+        """Posterior states (B, T, …) of the rows after the replay context, and their statistics."""
         context = self.settings.replay_context
         obs = {key: value[:, context:] for key, value in batch.obs.items()}
         state, action, is_first = self.rssm.initial_state(len(batch.reward)), batch.action, batch.is_first
         if context:
             # The context row provides the initial state (its stored latent) and the first previous action.
             if "deter" in batch:
-                stoch = one_hot(batch["stoch"][:, 0].long(), self.rssm.classes)
+                stoch = self.rssm.latent.from_column(batch["stoch"][:, 0])
                 state = {"deter": batch["deter"][:, 0].float(), "stoch": stoch}
             action, is_first = action[:, :-1], is_first[:, 1:]
         else:
             action, is_first = previous_actions(action, is_first)
-        states, log_probs = self.rssm.observe_sequence(state, action, self.encoder(obs), is_first, noise)
-        return states, log_probs
+        states, statistics = self.rssm.observe_sequence(state, action, self.encoder(obs), is_first, noise)
+        return states, statistics
 
     def rollout(
         self, state: State, prior_noise: torch.Tensor, action_noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (N, H+1, F) and actions (N, H, …) of imagined rollouts with the actor; noise is (H, N, …).
 
-        If gradients are enabled, they flow from states to the previous actions and from these to the actor.
+        If gradients are enabled, they flow from states to the previous actions and from these to the actor; discrete
+        actions are then one-hot vectors (N, H, A).
         """
-        if self.fast and torch.is_grad_enabled():
-            return imagine_with_gradient(self.rssm, self.actor, state, prior_noise, action_noise)
-        if self.fast:
-            policy = self.actor.frozen(product_dtype(self.device))
+        return self.rollout_of(self.actor, state, prior_noise, action_noise)
+
+    def rollout_of(
+        self, actor: Any, state: State, prior_noise: torch.Tensor, action_noise: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rollout` with any actor."""
+        gradients = torch.is_grad_enabled()
+        encoded = gradients and self.spec.action.kind != "continuous"
+        if self.fused and getattr(actor, "has_fast_form", True) and not encoded:
+            if gradients:
+                return imagine_with_gradient(self.rssm, actor, state, prior_noise, action_noise)
+            policy = actor.frozen(product_dtype(self.device))
             return imagine(FrozenDynamics(self.rssm), policy, state, prior_noise, action_noise)
+        sample = actor.sample_encoded if encoded else actor.sample
         features, actions = [self.rssm.feature(state)], []
         for prior_t, action_t in zip(prior_noise.unbind(0), action_noise.unbind(0)):
-            actions.append(self.actor.sample(features[-1].detach(), action_t))
-            state = self.rssm.imagine_step(state, actions[-1], prior_t)
+            actions.append(sample(features[-1].detach(), action_t))
+            state = self.rssm.imagine_step(state, actions[-1], prior_t, encoded=encoded)
             features.append(self.rssm.feature(state))
         return torch.stack(features, 1), torch.stack(actions, 1)
 
-    @staticmethod
-    def _latent_columns(state: State) -> dict[str, torch.Tensor]:
+    def continues(self, feature: torch.Tensor) -> torch.Tensor:
+        """Discount × probability of continuing: (…, features) -> (…)."""
+        predicted: torch.Tensor = self.continue_head.predict(feature)
+        return predicted if self.settings.discount_in_continue else predicted * self.settings.discount
+
+    def _latent_columns(self, state: State) -> dict[str, torch.Tensor]:
         return {
             "deter": state["deter"].to(torch.bfloat16),
-            "stoch": state["stoch"].argmax(-1).to(torch.uint8),
+            "stoch": self.rssm.latent.to_column(state["stoch"]),
         }
 
     def initial_policy_state(self, num_envs: int) -> PolicyState:
@@ -154,14 +176,14 @@ class DreamerActing(WorldModelWorkflow):
             return {}
         return {
             "deter": ArraySpec((self.rssm.deter,), "bfloat16"),
-            "stoch": ArraySpec((self.rssm.stoch,), "uint8"),
+            "stoch": self.rssm.latent.column,
         }
 
     @torch.no_grad()
     def act(
         self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
     ) -> tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]:
-        noise = torch.rand(len(is_first), self.rssm.stoch, generator=mode.generator, device=self.device)
+        noise = self.rssm.draw_noise(len(is_first), generator=mode.generator)
         with self.autocast():
             state, _ = self.rssm.observe(
                 policy_state, policy_state["action"], self.encoder(obs), is_first, noise
@@ -173,7 +195,7 @@ class DreamerActing(WorldModelWorkflow):
     @torch.no_grad()
     def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
         size, rows = batch.reward.shape
-        noise = torch.rand(size, rows, self.rssm.stoch, generator=generator, device=self.device)
+        noise = self.rssm.draw_noise(size, rows, generator=generator)
         action, is_first = previous_actions(batch.action, batch.is_first)
         with self.autocast():
             states, _ = self.rssm.observe_sequence(
@@ -208,12 +230,11 @@ class DreamerActing(WorldModelWorkflow):
     def dream_step(
         self, state: PolicyState, action: torch.Tensor, *, generator: torch.Generator | None = None
     ) -> tuple[PolicyState, ImaginedStep]:
-        noise = torch.rand(len(action), self.rssm.stoch, generator=generator, device=self.device)
+        noise = self.rssm.draw_noise(len(action), generator=generator)
         with self.autocast():
             state = self.rssm.imagine_step(state, action, noise)
             feature = self.rssm.feature(state)
-            # The continue head predicts discount × P(continue).
-            alive = self.continue_head.predict(feature) / self.settings.discount
+            alive = self.continues(feature) / self.settings.discount
             reward = self.reward_head.predict(feature)
         return state, ImaginedStep(reward, (1.0 - alive).clamp(0.0, 1.0), self.dream_observation(state))
 
@@ -240,7 +261,7 @@ class ActorCriticGradients(NamedTuple):
 
 
 class DreamerWorkflow(DreamerActing):
-    """DreamerV3 with the parts of `DreamerActing`, and any optimizers that together train all of them."""
+    """Dreamer with the parts of `DreamerActing`, and any optimizers that together train all of them."""
 
     phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
 
@@ -250,11 +271,19 @@ class DreamerWorkflow(DreamerActing):
     def _bind_context(self, context: WorkflowContext) -> None:
         super()._bind_context(context)
         self.optimizers = list(context.optimizers.values())
+        self.clip_norms = self._clip_norms(context)
         modules = {name: getattr(self, name) for name in (*WORLD_MODEL, "actor", "critic")}
         self.parts = {name: list(module.parameters()) for name, module in modules.items()}
         context.check_trained(self.parts, context.optimizers)
         self.guard = NonFiniteGuard().to(self.device)
         self.average_gradients: AverageGradients = keep_gradients
+
+    def _clip_norms(self, context: WorkflowContext) -> list[float]:
+        """The limit of each optimizer's gradient norm; 0: none."""
+        limits = self.settings.clip_norms or {}
+        if context.trains:
+            reject_unknown("algorithm.clip_norms", limits, context.optimizers)
+        return [limits.get(name, 0.0) for name in context.optimizers]
 
     # ---------------------------------------------------------------- hooks
 
@@ -262,9 +291,9 @@ class DreamerWorkflow(DreamerActing):
         s = self.settings
         batch = BatchSpec(s.batch_size, s.batch_length, context=s.replay_context, sampler=s.sampler)
         rollouts = s.batch_size * s.starts
-        posterior = {"posterior": NoiseSpec((s.batch_size, s.batch_length, self.rssm.stoch))}
+        posterior = {"posterior": self.rssm.noise_spec(s.batch_size, s.batch_length)}
         imagination = {
-            "prior": NoiseSpec((s.imagination_horizon, rollouts, self.rssm.stoch)),
+            "prior": self.rssm.noise_spec(s.imagination_horizon, rollouts),
             "action": self.actor.noise_spec(s.imagination_horizon, rollouts),
         }
         both = {**posterior, **imagination}
@@ -293,11 +322,11 @@ class DreamerWorkflow(DreamerActing):
             feature = self.rssm.feature(states)
             # Imagination runs on a side stream during the decoder losses; actor and critic gradients overlap
             # the RSSM's backward pass, which is too small to fill the GPU.
-            imagination = side_stream(self._imagine_rollouts, states, noise)
+            imagination = side_stream(self._imagine_rollouts, states, noise, batch.terminated)
             losses, metrics = self._world_model_losses(batch, states, posterior, feature)
             rollouts = imagination.join()
             actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars)
-            losses["replay_value"] = self._replay_value_loss(batch, feature, rollouts.returns)
+            losses.update(self._replay_value_loss(batch, feature, rollouts.returns))
         return self._finish(losses, scalars, metrics, batch, states, actor_critic=actor_critic)
 
     def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
@@ -313,9 +342,9 @@ class DreamerWorkflow(DreamerActing):
                 states, _ = self.infer(batch, noise["posterior"])
                 feature = self.rssm.feature(states)
             # Same stream for both: a rollout must be backpropagated on the stream that produced it.
-            rollouts = side_stream(self._imagine_rollouts, states, noise).join()
+            rollouts = side_stream(self._imagine_rollouts, states, noise, batch.terminated).join()
             actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars)
-            losses = {"replay_value": self._replay_value_loss(batch, feature, rollouts.returns)}
+            losses = self._replay_value_loss(batch, feature, rollouts.returns)
         return self._finish(losses, scalars, {}, batch, None, actor_critic=actor_critic)
 
     # ---------------------------------------------------------------- losses
@@ -324,43 +353,79 @@ class DreamerWorkflow(DreamerActing):
         self,
         batch: Batch,
         states: State,  # posterior, (B, T, …)
-        posterior: torch.Tensor,  # (B, T, S, C) log probabilities
+        posterior: torch.Tensor,  # statistics (B, T, S, …)
         feature: torch.Tensor,  # (B, T, F)
     ) -> tuple[Losses, dict[str, torch.Tensor]]:
         """Reconstruction, reward, continue, dynamics and representation losses (0-d each); metrics."""
-        context = self.settings.replay_context
-        kl, metrics = kl_losses(posterior, self.rssm.prior(states["deter"]), self.settings.free_nats)
+        s, context = self.settings, self.settings.replay_context
+        prior = self.rssm.prior(states["deter"])
+        kl, metrics = kl_losses(posterior, prior, s.free_nats, latent=self.rssm.latent, free_mean=s.free_mean)
         obs = {key: value[:, context:] for key, value in batch.obs.items()}
         decoded = self.decoder.losses(self.decoder(states, feature), obs)
-        alive = (~batch.terminated[:, context:]).float() * self.settings.discount
+        alive = (~batch.terminated[:, context:]).float() * (s.discount if s.discount_in_continue else 1.0)
+        rewarded = feature if s.reward_gradient else feature.detach()
         losses = {
             **{f"reconstruction/{key}": loss for key, loss in decoded.items()},
-            "reward": self.reward_head.loss(self.reward_head(feature), batch.reward[:, context:]),
+            "reward": self.reward_head.loss(self.reward_head(rewarded), self._rewards(batch)[:, context:]),
             "continue": self.continue_head.loss(self.continue_head(feature), alive),
             **kl,
         }
         return mean_losses(losses), {**metrics, "reward_share": reward_share(batch.reward[:, context:])}
 
-    def _imagine_rollouts(self, states: State, noise: Tensors) -> ImaginedRollouts:
-        """Imagined rollouts from the last `starts` states of each sequence, with their λ-returns."""
+    def _rewards(self, batch: Batch) -> torch.Tensor:
+        """Rewards to learn, (B, rows)."""
+        transform = self.settings.reward_transform
+        if transform == "none":
+            return batch.reward
+        return torch.tanh(batch.reward) if transform == "tanh" else torch.sign(batch.reward)
+
+    def _imagine_rollouts(
+        self, states: State, noise: Tensors, terminated: torch.Tensor | None = None
+    ) -> ImaginedRollouts:
+        """Imagined rollouts from the last `starts` states of each sequence, with their λ-returns.
+
+        terminated: (B, rows) of the batch; needed with `first_continue: real`
+        """
         s = self.settings
         start = {key: value[:, -s.starts :].detach().flatten(0, 1) for key, value in states.items()}
         # No autocast cache: it would share the weight casts of this stream with other streams.
         with autocast(self.precision, self.device, cache=False):
             with torch.set_grad_enabled(self.through_dynamics):
                 feature, action = self.rollout(start, noise["prior"], noise["action"])
-                reward, cont = self.reward_head.predict(feature), self.continue_head.predict(feature)
+                reward, cont = self.reward_head.predict(feature), self.continues(feature)
+                if s.first_continue == "real" and terminated is not None:
+                    cont = self._with_first_continue(cont, terminated)
             return evaluate_rollouts(
-                self.critic, self.return_computer, feature=feature, action=action, reward=reward, cont=cont
+                self.critic,
+                self.return_computer,
+                feature=feature,
+                action=action,
+                reward=reward,
+                cont=cont,
+                own_reward=s.own_reward,
             )
+
+    def _with_first_continue(self, cont: torch.Tensor, terminated: torch.Tensor) -> torch.Tensor:
+        """Continue probabilities (N, H+1) with the real flag in the first state, where the rollouts start."""
+        s = self.settings
+        first = (~terminated[:, -s.starts :]).flatten().to(cont.dtype)
+        # With `own_reward` it weights the value of the next state; else it only says whether the rollout counts.
+        first = first * s.discount if s.own_reward else first
+        return torch.cat([first.unsqueeze(1), cont[:, 1:]], 1)
 
     def _actor_critic_losses(
         self, rollouts: ImaginedRollouts, scalars: Tensors
     ) -> tuple[Losses, dict[str, torch.Tensor]]:
         """Losses of actor and critic (0-d each), metrics. No gradient reaches the world model."""
+        s = self.settings
         with autocast(self.precision, self.device, cache=False):
             losses, metrics = actor_critic_losses(
-                self.actor, self.critic, rollouts, entropy_scale=scalars["entropy"]
+                self.actor,
+                self.critic,
+                rollouts,
+                entropy_scale=scalars["entropy"],
+                own_reward=s.own_reward,
+                critic_start=s.critic_start,
             )
         return mean_losses(losses), {f"controller/{name}": value for name, value in metrics.items()}
 
@@ -376,9 +441,15 @@ class DreamerWorkflow(DreamerActing):
         batch: Batch,
         feature: torch.Tensor,  # (B, T, F)
         returns: torch.Tensor,  # (N, H) of the imagined rollouts
-    ) -> torch.Tensor:
-        """Critic loss on replayed rewards (0-d); its gradient may reach the world model."""
+    ) -> Losses:
+        """`replay_value`: critic loss on replayed rewards (0-d), whose gradient may reach the world model.
+
+        Nothing if its scale is 0.
+        """
+        if not self.settings.loss_scales["replay_value"]:
+            return {}
         starts = self.settings.starts
+        feature = feature if self.settings.replay_value_gradient else feature.detach()
         last = batch.terminated | batch.truncated
         # A stream that was interrupted (restarted environment) is visible only in `is_first` of the next row.
         last = torch.cat([last[:, :-1] | batch.is_first[:, 1:], last[:, -1:]], 1)
@@ -386,13 +457,13 @@ class DreamerWorkflow(DreamerActing):
             self.critic,
             self.return_computer,
             feature=feature[:, -starts:],
-            reward=batch.reward[:, -starts:],
+            reward=self._rewards(batch)[:, -starts:],
             terminated=batch.terminated[:, -starts:],
             last=last[:, -starts:],
             bootstrap=returns[:, 0].detach().unflatten(0, (-1, starts)),
             discount=self.settings.discount,
         )
-        return loss.mean()
+        return {"replay_value": loss.mean()}
 
     def _finish(
         self,
@@ -411,6 +482,7 @@ class DreamerWorkflow(DreamerActing):
             guard=self.guard,
             learning_rate_scale=scalars["learning_rate_scale"],
             max_grad_norm=self.settings.max_grad_norm or None,
+            clip_norms=self.clip_norms,
             average_gradients=self.average_gradients,
             extra_gradients=None if actor_critic is None else lambda: actor_critic.join().gradients,
         )
@@ -426,6 +498,8 @@ class DreamerWorkflow(DreamerActing):
         return UpdateResult(metrics, self._latents_to_store(batch, states, masked))
 
     def _total(self, losses: Losses) -> torch.Tensor:
+        if not losses:
+            return torch.zeros((), device=self.device)
         return total_loss(losses, {name: self.settings.loss_scales[name.split("/")[0]] for name in losses})
 
     def _latents_to_store(
