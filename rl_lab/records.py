@@ -412,6 +412,7 @@ class ActMode:
     temperature: float = 1.0
     epsilon: float = 0.0  # probability of a uniformly random action
     generator: torch.Generator | None = None
+    policy: str = "agent"  # or another of the workflow's `collect_policies`
 
 
 @dataclass

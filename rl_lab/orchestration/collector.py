@@ -255,7 +255,7 @@ class ActRunner:
         before_act = getattr(self.policy, "before_act", None)
         if before_act is not None:
             before_act(mode)
-        key = (mode.sample, mode.temperature, mode.epsilon)
+        key = (mode.sample, mode.temperature, mode.epsilon, mode.policy)
         if key in self._graphs:
             graph, result = self._graphs[key]
             graph.replay()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.errors import ConfigError, LabError
+from rl_lab.errors import ConfigError, LabError, require_choice
 from rl_lab.protocols import (
     ObservationDecoder,
     RowCollector,
@@ -68,6 +68,8 @@ class WorldModelWorkflow(ABC):
     phase_settings: tuple[str, ...] = ()
     # Whether `act` samples at `ActMode.temperature`. If not, a config with another temperature than 1 is refused.
     has_temperature = False
+    # Values of a phase's `collect: {policy: …}`; those after the first two reach `act` as `ActMode.policy`.
+    collect_policies: tuple[str, ...] = ("agent", "random")
     # Tensors of a dream's state that `imagine` returns; None: all of them.
     imagined_state: tuple[str, ...] | None = None
     # Steps after which play rebuilds a dream's memory from its last frames (for memory that grows each step).
@@ -207,6 +209,8 @@ class WorldModelWorkflow(ABC):
         that of the phase's `collect`, or else `training.collect.temperature`.
         """
         collect = phase.get("collect", {})
+        policy = collect.get("policy", "agent")
+        require_choice("collect: policy", policy, self.collect_policies)
         temperature = collect.get("temperature")
         if temperature is None and self.context is not None:
             # Runs saved before this setting existed have none.
@@ -214,7 +218,8 @@ class WorldModelWorkflow(ABC):
         return ActMode(
             sample=True,
             temperature=1.0 if temperature is None else float(temperature),
-            epsilon=1.0 if collect.get("policy", "agent") == "random" else 0.0,
+            epsilon=1.0 if policy == "random" else 0.0,
+            policy="agent" if policy == "random" else policy,
         )
 
     # ---------------------------------------------------------------- imagination

@@ -43,6 +43,14 @@ CASES = {
             "2024": "dreamer_dmc_vision_2024",
         }.items()
     },
+    "plan2explore": (
+        "plan2explore_crafter",
+        "entropi",
+        "entropy",
+        "explore.step",
+        "steps",
+        ["plan.samples"],
+    ),
     "tdmpc2": (
         "tdmpc2_pendulum",
         "horizn",

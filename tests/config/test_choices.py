@@ -200,6 +200,7 @@ ONE_BY_ONE = {
     "dreamer_v2": ["/buffer: world_model_sequence"],
     "dreamer_2023": ["/buffer: world_model_sequence"],
     "dreamer_2024": ["/optimizers: dreamer", "/phases: joint"],
+    "plan2explore": ["/buffer: world_model_sequence"],
 }
 
 
@@ -272,6 +273,7 @@ SIZED = {
     "dreamer_v1": "dreamer_v1_dmc_vision",
     "dreamer_v2": "dreamer_v2_atari",
     "dreamer_2023": "dreamer_crafter_2023",
+    "plan2explore": "plan2explore_dmc_vision",
 }
 
 

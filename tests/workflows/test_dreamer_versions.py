@@ -5,6 +5,7 @@ The counts are sums over the layers that the original's code defines, written ou
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,13 @@ def version_2023(
         decoder = normed_mlp(feature, 1024, 5, vector)
     else:
         widths, embed = [3, d, 2 * d, 4 * d, 8 * d], 16 * 8 * d
-        encoder = sum(a * b * 16 + 2 * b for a, b in zip(widths, widths[1:]))
+        encoder = sum(a * b * 16 + 2 * b for a, b in itertools.pairwise(widths))
         ups = [8 * d, 4 * d, 2 * d, d]
         decoder = (
-            dense(feature, embed) + sum(a * b * 16 + 2 * b for a, b in zip(ups, ups[1:])) + d * 3 * 16 + 3
+            dense(feature, embed)
+            + sum(a * b * 16 + 2 * b for a, b in itertools.pairwise(ups))
+            + d * 3 * 16
+            + 3
         )
     return {
         "encoder": encoder,

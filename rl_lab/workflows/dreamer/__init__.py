@@ -1,4 +1,4 @@
-"""DreamerV3: workflow, losses, report, settings, and a variant that acts by planning (mpc.py)."""
+"""Dreamer: workflow, losses, report, settings; variants that act by planning (mpc.py) and that explore (explore.py)."""
 
 from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 

@@ -114,6 +114,27 @@ class DreamerSettings(Settings):
 
 
 @dataclass(frozen=True)
+class Explore:
+    """Of the ensemble and the phases, which refer to it."""
+
+    policy: str  # explore, or random as the baseline
+    steps: int
+    updates: int
+    members: int
+    layers: int
+    units: int
+
+
+@dataclass(frozen=True)
+class ExploreSettings(DreamerSettings):
+    """With configs/algorithm/plan2explore.yaml."""
+
+    algorithm: ClassVar[str] = "plan2explore"
+
+    explore: Explore = INTERPOLATED
+
+
+@dataclass(frozen=True)
 class Plan:
     """Of the planner, which refers to it."""
 

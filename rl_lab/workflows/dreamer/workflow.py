@@ -179,6 +179,10 @@ class DreamerActing(WorldModelWorkflow):
             "stoch": self.rssm.latent.column,
         }
 
+    def acting(self, mode: ActMode) -> Any:
+        """The actor that chooses the actions."""
+        return self.actor
+
     @torch.no_grad()
     def act(
         self, obs: dict[str, torch.Tensor], policy_state: PolicyState, is_first: torch.Tensor, mode: ActMode
@@ -188,7 +192,7 @@ class DreamerActing(WorldModelWorkflow):
             state, _ = self.rssm.observe(
                 policy_state, policy_state["action"], self.encoder(obs), is_first, noise
             )
-            action = self.actor.act(self.rssm.feature(state), mode)
+            action = self.acting(mode).act(self.rssm.feature(state), mode)
         extras = self._latent_columns(state) if self.settings.replay_context else {}
         return action, {**state, "action": action}, extras
 
@@ -264,6 +268,7 @@ class DreamerWorkflow(DreamerActing):
     """Dreamer with the parts of `DreamerActing`, and any optimizers that together train all of them."""
 
     phase_settings = ("algorithm.entropy", "algorithm.learning_rate")
+    trained_parts: tuple[str, ...] = (*WORLD_MODEL, "actor", "critic")
 
     def initialize(self, context: WorkflowContext) -> None:
         self._bind_context(context)
@@ -272,7 +277,7 @@ class DreamerWorkflow(DreamerActing):
         super()._bind_context(context)
         self.optimizers = list(context.optimizers.values())
         self.clip_norms = self._clip_norms(context)
-        modules = {name: getattr(self, name) for name in (*WORLD_MODEL, "actor", "critic")}
+        modules = {name: getattr(self, name) for name in self.trained_parts}
         self.parts = {name: list(module.parameters()) for name, module in modules.items()}
         context.check_trained(self.parts, context.optimizers)
         self.guard = NonFiniteGuard().to(self.device)
