@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # With Triton. The other tests run without it, as on a machine that has no GPU.
 EXTRAS := .venv-extras
+DOCS := .venv-docs
 # Tests run float32 on small nets: one torch thread a worker is fastest, and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 SDL_VIDEODRIVER=dummy WANDB_MODE=offline HF_HUB_OFFLINE=1
 
-.PHONY: demo test coverage test-learning test-extras lint format docs clean
+.PHONY: demo test coverage test-learning test-extras lint format docs docs-images clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -23,7 +24,7 @@ coverage: $(VENV)/.dev
 test-learning: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m learning --timeout 2700
 
-# The Triton kernels on a CPU, in Triton's interpreter.
+# The Triton kernels on a CPU in Triton's interpreter, wheel and sdist in a clean environment, the site.
 test-extras: $(EXTRAS)/.dev
 	TRITON_INTERPRET=1 $(TEST_ENV) $(EXTRAS)/bin/python -m pytest -m extras
 
@@ -36,13 +37,18 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation as a site, in build/site; a broken link is an error. RL_LAB_REPOSITORY: address of the repository.
+docs: $(DOCS)/.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "build/site/index.html"
+
 # The images of the documentation.
-docs: $(VENV)/.dev
+docs-images: $(VENV)/.dev
 	$(BIN)/python scripts/dev/environment_images.py
 	$(BIN)/python scripts/dev/report_images.py
 
 clean:
-	rm -rf $(VENV) $(EXTRAS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(EXTRAS) $(DOCS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -77,7 +83,13 @@ $(VENV)/.dev: $(NEEDS)
 	$(call install,dev)
 	touch $@ $(VENV)/.demo
 
-$(EXTRAS)/.dev: pyproject.toml constraints.txt
+$(DOCS)/.docs: requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(DOCS)/bin/pip install -q -c constraints.txt -r requirements/docs.txt
+	touch $@
+
+$(EXTRAS)/.dev: pyproject.toml constraints.txt requirements/docs.txt
 	$(PYTHON) -m venv $(EXTRAS)
-	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(EXTRAS)/bin/pip install -q -e '.[dev,extras]'
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(EXTRAS)/bin/pip install -q -e '.[dev,extras]' \
+	  -r requirements/docs.txt
 	touch $@

@@ -11,6 +11,12 @@ counters. The faults alternate in a random order given by the seed:
     flipped         kill -9 to the trainer; one bit of a replay file changes; resume
     flipped_live    one bit of a replay file changes while the trainer runs
     sigterm         SIGTERM to the trainer; resume
+    sigterm_hang    SIGTERM while every environment hangs: the trainer saves and ends within seconds; resume
+    kill_hang       kill -9 to the trainer while every environment hangs: its workers end, too; resume
+    evaluation      evaluation fails, until it was counted
+    lock_deleted    the lock file is deleted, and a second trainer started: it is refused
+    moved           the run folder is moved: the trainer saves there and ends; moved back; resume
+    cwd_deleted     the trainer's current folder is deleted, and a worker killed
 """
 
 from __future__ import annotations
@@ -21,7 +27,9 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,11 +41,13 @@ from typing import Any
 
 import psutil
 
+import rl_lab
+
 ENVS, WORKERS = 4, 2
 WORDS = (
     *("experiment=dreamer_cartpole", "debug=tiny", "environment=gym", "environment.task=dummy/count"),
     *("+environment.length=12", f"environment.num_envs={ENVS}", f"environment.workers={WORKERS}"),
-    *("environment.timeout=8", "environment.restarts.limit=null", "environment.eval.workers=0"),
+    *("environment.timeout=12", "environment.restarts.limit=null", "environment.eval.workers=0"),
     *(
         "training.total_timesteps=100000000",
         "training.log.every_env_steps=40",
@@ -50,7 +60,11 @@ WORDS = (
     ),
     *("buffers.replay.capacity=2000000", "+buffers.replay.chunk_rows=16"),
 )
-FAULTS = ("worker_kill", "worker_hang", "disk_full", "truncated", "flipped", "flipped_live", "sigterm")
+FAULTS = (
+    *("worker_kill", "worker_hang", "disk_full", "truncated", "flipped", "flipped_live", "sigterm"),
+    *("sigterm_hang", "kill_hang", "evaluation", "lock_deleted", "moved", "cwd_deleted"),
+)
+LEAVE_S = 20.0  # for a trainer to save and end while an environment hangs; 5 s of it are the grace time
 # Pattern of the trainer's message about each fault, which is required.
 REPORTED = {
     "worker_kill": r"worker of environments .* was killed by SIGKILL: .*new seed",
@@ -60,6 +74,12 @@ REPORTED = {
     "flipped": r"CHECKPOINT DAMAGED|REPLAY DAMAGED",
     "flipped_live": r"changed after writing: written again",
     "sigterm": r"stopped and saved; continue with",
+    "sigterm_hang": r"did not answer within 5 s of the request to stop|stopped and saved; continue with",
+    "kill_hang": r"resumed at step",
+    "evaluation": r"side jobs|evaluation failed at step|counted",
+    "lock_deleted": r"is in use by",
+    "moved": r"was moved to .* saved there, continue with",
+    "cwd_deleted": r"worker of environments .* was killed by SIGKILL: .*new seed",
 }
 TIMEOUT_S = 120.0  # for a trainer to start or to print a message; the machine may be busy
 
@@ -69,19 +89,44 @@ class Trainer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.faults = folder.parent / "faults"  # files that make the environments hang or raise
+        for name in ("train", "eval"):
+            (self.faults / name).mkdir(parents=True, exist_ok=True)
+        self.current = folder.parent / "current"  # the trainer's current folder
+        self.rss: list[tuple[int, float]] = []  # stored steps, resident MiB of the trainer before a fault
         self.lines: list[str] = []
         self.starts = 0
         self.process: subprocess.Popen[str] | None = None
         self.known: dict[int, float] = {}  # pid -> start time of every process that belonged to it
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "rl_lab", "train", *WORDS, f"run_dir={self.folder}"]
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
-        )
+        self.current.mkdir(exist_ok=True)
+        self.process = self.launch()
         self.starts += 1
         threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+
+    def launch(self) -> subprocess.Popen[str]:
+        """Start a process that trains in the run folder."""
+        words = (
+            *(f"+environment.faults={self.faults / 'train'}", f"run_dir={self.folder}"),
+            f"+environment.eval.faults={self.faults / 'eval'}",
+        )
+        search = [str(Path(rl_lab.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search)}
+        return subprocess.Popen(
+            [sys.executable, "-m", "rl_lab", "train", *WORDS, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environ},
+            cwd=self.current,
+        )
+
+    def counted(self, name: str) -> float:
+        """Return the last value of a metric, 0 without one."""
+        lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
+        values = [json.loads(line).get(name) for line in lines[-200:] if line.endswith(b"}")]
+        return float(next((value for value in reversed(values) if value is not None), 0.0))
 
     def _read(self, stream: Any) -> None:
         for line in stream:
@@ -216,6 +261,76 @@ def sigterm(trainer: Trainer, rng: random.Random) -> str:
     return "trainer"
 
 
+def sigterm_hang(trainer: Trainer, rng: random.Random) -> str:
+    (trainer.faults / "train" / "hang").touch()
+    try:
+        time.sleep(1.0)  # every environment has begun a step by now
+        began = time.monotonic()
+        sigterm(trainer, rng)
+        took = time.monotonic() - began
+    finally:
+        (trainer.faults / "train" / "hang").unlink()
+    if took > LEAVE_S:
+        raise RuntimeError(f"the trainer ended {took:.1f} s after SIGTERM")
+    return f"trainer, which ended after {took:.1f} s"
+
+
+def kill_hang(trainer: Trainer, rng: random.Random) -> str:
+    (trainer.faults / "train" / "hang").touch()
+    try:
+        time.sleep(1.0)
+        trainer.stop(signal.SIGKILL)
+        left = trainer.orphans()
+    finally:
+        (trainer.faults / "train" / "hang").unlink()
+    if left:
+        raise RuntimeError(f"{len(left)} processes outlived the trainer, their environments hang")
+    return "trainer"
+
+
+def evaluation(trainer: Trainer, rng: random.Random) -> str:
+    before = trainer.counted("failures/evaluation")
+    (trainer.faults / "eval" / "raise").touch()
+    try:
+        trainer.wait_for(lambda: trainer.counted("failures/evaluation") > before, "failed evaluation")
+    finally:
+        (trainer.faults / "eval" / "raise").unlink()
+    trainer.lines.append(f"counted: {trainer.counted('failures/evaluation'):g} failed evaluations")
+    return "evaluation"
+
+
+def lock_deleted(trainer: Trainer, rng: random.Random) -> str:
+    (trainer.folder / ".lock").unlink()
+    second = trainer.launch()
+    text, _ = second.communicate(timeout=TIMEOUT_S)
+    trainer.lines += text.splitlines()[-1:]
+    if second.returncode != 1:
+        raise RuntimeError(f"a second trainer was not refused: status {second.returncode}")
+    trainer.wait_for((trainer.folder / ".lock").exists, "new lock file")
+    return "second trainer"
+
+
+def moved(trainer: Trainer, rng: random.Random) -> str:
+    elsewhere = trainer.folder.with_name("elsewhere")
+    trainer.workers()
+    assert trainer.process is not None
+    trainer.folder.rename(elsewhere)
+    try:
+        status = trainer.process.wait(TIMEOUT_S)
+    finally:
+        if trainer.folder.exists():
+            raise RuntimeError("the trainer made its folder again")
+        elsewhere.rename(trainer.folder)
+    if status != 1:
+        raise RuntimeError(f"the trainer ended with status {status}")
+    return "run folder"
+
+
+def cwd_deleted(trainer: Trainer, rng: random.Random) -> str:
+    shutil.rmtree(trainer.current, ignore_errors=True)
+    return worker_kill(trainer, rng)
+
+
 def find_line(trainer: Trainer, pattern: str, since: int) -> str:
     return next((line for line in trainer.lines[since:] if re.search(pattern, line)), "")
 
@@ -261,6 +376,8 @@ def inject(trainer: Trainer, event: dict[str, Any], rng: random.Random) -> None:
     """Inject one fault and wait until the run has saved again; adds the outcome to `event`."""
     name, since = event["fault"], len(trainer.lines)
     event["step"] = trainer.step()
+    event["rss_mib"] = round(psutil.Process(trainer.pid).memory_info().rss / 2**20, 1)
+    trainer.rss.append((event["step"], event["rss_mib"]))
     event["target"] = globals()[name](trainer, rng)
     if trainer.process is not None and trainer.process.poll() is not None:
         event["orphans"] = len(trainer.orphans())
@@ -367,6 +484,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     if options.plot is not None:
         plot(events, options.plot)
     kinds = [event["fault"] for event in events]
+    figures |= memory(trainer.rss)
     rows: list[dict[str, Any]] = [
         {"name": "soak/faults", "value": len(events), "unit": "faults", "events": events},
         *({"name": f"soak/faults_{kind}", "value": kinds.count(kind), "unit": "faults"} for kind in FAULTS),
@@ -378,6 +496,17 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
         {"name": "soak/violations", "value": len(wrong), "unit": "violations", "what": wrong},
     ]
     return rows
+
+
+def memory(rss: list[tuple[int, float]]) -> dict[str, float]:
+    """Return the trainer's median resident MiB in the first and the last third of the faults, and its peak."""
+    values = [mib for _, mib in rss]
+    third = max(1, len(values) // 3)
+    return {
+        "rss_first_mib": statistics.median(values[:third]),
+        "rss_last_mib": statistics.median(values[-third:]),
+        "rss_peak_mib": max(values),
+    }
 
 
 def plot(events: list[dict[str, Any]], file: Path) -> None:

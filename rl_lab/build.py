@@ -30,6 +30,7 @@ from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import EVERY_KEYS, Cadences, Every, HookInfo, PhaseDefinition, parse_phases
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
+from rl_lab.orchestration.side_jobs import SideJobs
 from rl_lab.orchestration.updates import HookRunner, Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep
 from rl_lab.records import AnyHook, EvolveHook, Spec, TransformHook
@@ -170,6 +171,8 @@ def build_run(
                 "training.on_save_failure", training.on_save_failure, ("stop", "continue")
             ),
         ),
+        environment=environment,
+        side_jobs=SideJobs(str(training.get("on_side_failure", "continue")), say=say),
         checkpoints=checkpoints,
         evaluator=build_evaluator(config, device, normalizer=environment.normalizer, say=say),
         say=say,

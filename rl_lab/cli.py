@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import io
 import os
@@ -52,7 +53,7 @@ def help_text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit status."""
-    _use_line_buffering()
+    _prepare_output()
     args = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
@@ -60,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["RL_LAB_DEBUG"] = "1"  # functions for notebooks keep the errors that caused an error, too
     # Without it a crash inside a driver or a simulator would end a run without any message.
     if not faulthandler.is_enabled():
-        faulthandler.enable()
+        with contextlib.suppress(
+            AttributeError, OSError, RuntimeError, ValueError
+        ):  # stderr is closed, or no file
+            faulthandler.enable()
     _move_current_folder_last()
     try:
         return _dispatch(args)
@@ -81,9 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if _is_closed(stream):
+            if not _can_flush(stream):
                 # Flushing the buffer at interpreter exit would fail again and change the exit status.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                with contextlib.suppress(AttributeError, OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _move_current_folder_last() -> None:
@@ -99,6 +104,15 @@ def _move_current_folder_last() -> None:
         del sys.path[0]
     if here not in sys.path:
         sys.path.append(here)
+
+
+def _require_current_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise LabError(
+            f"the current folder does not exist any more ({error.strerror}): change to one that does, with cd"
+        ) from error
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,6 +142,7 @@ def _run_verb(verb: str, args: list[str]) -> int:
         raise LabError(f"rl-lab has no verb '{verb}'.{closest(verb, VERBS)}")
     if verb in NOT_YET_AVAILABLE:
         raise LabError(f"rl-lab {verb} is not in this version yet")
+    _require_current_folder()
     module = import_module(VERBS[verb][0])
     parser = Parser(prog=f"rl-lab {verb}", description=VERBS[verb][1], allow_abbrev=False)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -135,17 +150,33 @@ def _run_verb(verb: str, args: list[str]) -> int:
     return int(module.main(parser.parse_args(args)))
 
 
-def _use_line_buffering() -> None:
-    """Flush stdout after every line: in a pipe or a file Python would delay it until a block is full."""
+def _prepare_output() -> None:
+    """Flush stdout after every line, and replace characters that the terminal's encoding lacks.
+
+    In a pipe or a file Python would delay output until a block is full. With LC_ALL=C it is ASCII.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
 
 
-def _is_closed(stream: TextIO) -> bool:
+def _can_flush(stream: TextIO | None) -> bool:
+    """Return whether the output can still be written: the disk may be full, or the reader gone."""
+    if stream is None:
+        return True
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        return False
+    return not _is_closed(stream)
+
+
+def _is_closed(stream: TextIO | None) -> bool:
     """Return whether the reader has exited (`rl-lab list | head -1`) or the terminal is closed."""
     try:
         poll = select.poll()
-        poll.register(stream.fileno(), 0)  # errors are always reported
+        poll.register(stream.fileno(), 0)  # type: ignore[union-attr]  # errors are always reported
     except (AttributeError, OSError, ValueError):  # no poll on this system, or no file descriptor
         return False
     return bool(poll.poll(0))

@@ -25,6 +25,10 @@ class BatchNameError(LabError, KeyError, AttributeError):
     __str__ = Exception.__str__  # KeyError's would add quotes
 
 
+class ContractError(LabError, AssertionError):
+    """A part does not do what `rl_lab.protocols` says; raised by the checks of `rl_lab.contracts`."""
+
+
 class CheckpointError(LabError):
     """A checkpoint is missing, damaged, or does not fit."""
 
@@ -35,6 +39,17 @@ class MissingPackageError(LabError):
 
 class RunLockedError(LabError):
     """Another process is using this run folder."""
+
+
+class RunFolderLostError(LabError):
+    """The run folder was moved, deleted or replaced while the run was going on.
+
+    moved_to: where it is now, if that is known
+    """
+
+    def __init__(self, message: str, moved_to: Path | None = None) -> None:
+        super().__init__(message)
+        self.moved_to = moved_to
 
 
 class EnvironmentFaultError(LabError):

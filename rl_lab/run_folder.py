@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from rl_lab.utils.files import LOCK_NAME, absolute, read_json, write_json_atomic
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+LONGEST_ERROR = 20_000  # characters of one error in error.txt
 KAGGLE_ROOT = Path("/kaggle/working")
 MEDIA = ("episodes/train", "episodes/test", "episodes/imagination", "reconstructions", "recordings")
 # Entries that `create` writes before config.yaml.
@@ -122,8 +124,8 @@ class RunFolder:
         self._made += reversed(missing)
 
     def _write(self, file: Path, text: str) -> None:
+        self._written.append(file)  # also if the disk is full
         file.write_text(text, encoding="utf-8")
-        self._written.append(file)
 
     def create(
         self, config: DictConfig, spec: Spec, overrides: list[str], form: Mapping[str, Any] | None = None
@@ -133,8 +135,8 @@ class RunFolder:
             self._make(folder)
         for name in MEDIA:
             self._make(self.media / name)
-        write_json_atomic(self.spec_file, spec.to_dict())
         self._written.append(self.spec_file)
+        write_json_atomic(self.spec_file, spec.to_dict())
         if form is not None:
             write_json_atomic(self.form_file, form)
             self._written.append(self.form_file)
@@ -149,7 +151,8 @@ class RunFolder:
         from omegaconf import OmegaConf
 
         temporary = self.path / "config.yaml.part"
-        temporary.write_text(OmegaConf.to_yaml(config, resolve=True))
+        self._written.append(temporary)
+        temporary.write_text(OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
         temporary.replace(self.config_file)
 
     def load_config(self) -> DictConfig:
@@ -183,15 +186,30 @@ class RunFolder:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{self.spec_file} is damaged: {one_line(error)}") from error
 
+    def write_error(self, title: str, error: BaseException | str) -> Path:
+        """Append an error with its traceback to error.txt. A string is the traceback of another process."""
+        file = self.path / "error.txt"
+        text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
+        if len(text) > LONGEST_ERROR:
+            text = f"{text[: LONGEST_ERROR // 2]}\n[…]\n{text[-LONGEST_ERROR // 2 :]}"
+        stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        with open(file, "a", encoding="utf-8", errors="replace") as stream:
+            stream.write(f"--- {stamp} {title}\n{text.rstrip()}\n\n")
+        self._written.append(file)
+        return file
+
     def discard_if_unused(self) -> bool:
         """Delete the files of a run that failed before its first checkpoint or metrics line; return whether.
 
         Only files written by this process are deleted, and then empty folders that it created: all other
         files stay.
         """
-        if any(self.checkpoints.iterdir()) or (self.metrics.exists() and self.metrics.stat().st_size):
+        used = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        if used or (self.metrics.exists() and self.metrics.stat().st_size):
             return False
-        logs = [path for path in self.tensorboard.iterdir() if not path.is_symlink() and path.is_file()]
+        logs: list[Path] = []
+        if self.tensorboard.is_dir() and not self.tensorboard.is_symlink():
+            logs = [path for path in self.tensorboard.iterdir() if not path.is_symlink() and path.is_file()]
         for file in (*self._written, *logs, self.metrics, self.path / LOCK_NAME):
             with contextlib.suppress(OSError):
                 file.unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,16 @@ from rl_lab.config.compose import (
 from rl_lab.config.saved import check_same_config, check_same_spec, drop_unread, refuse_unsafe
 from rl_lab.environments.native import NativeForm
 from rl_lab.environments.suites.gym import PYTHON, name_task, remember
-from rl_lab.errors import CheckpointError, ConfigError, LabError, one_line_errors, unexpected
+from rl_lab.errors import (
+    CheckpointError,
+    ConfigError,
+    LabError,
+    RunFolderLostError,
+    RunLockedError,
+    one_line,
+    one_line_errors,
+    unexpected,
+)
 from rl_lab.orchestration.update_check import UpdateWatch, check_updates
 from rl_lab.records import Spec
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
@@ -135,18 +143,21 @@ def train_config(
         folder.make()
     except OSError as error:
         raise ConfigError(f"run_dir: cannot create the run folder {folder.path}: {error}") from error
-    with RunLock(folder.path):
-        with _report_write_errors(folder):
-            folder.create(config, spec, list(overrides), form)
-        resizing = NativeForm(form).automatic_resizing()
-        if resizing:
-            say(resizing)
-        try:
-            return _run(folder, config, say)
-        except LabError:
-            if folder.discard_if_unused() and not folder.path.exists():
-                ignore_output_errors(say)(f"the run failed before it stored anything: removed {folder.path}")
-            raise
+    say = ignore_output_errors(say)
+    try:
+        with RunLock(folder.path) as lock:
+            with _report_write_errors(folder):
+                folder.create(config, spec, list(overrides), form)
+            resizing = NativeForm(form).automatic_resizing()
+            if resizing:
+                say(resizing)
+            return _run(folder, config, say, lock)
+    except (RunLockedError, RunFolderLostError):
+        raise  # another process uses the folder
+    except LabError:
+        if folder.discard_if_unused() and not folder.path.exists():
+            say(f"the run failed before it stored anything: removed {folder.path}")
+        raise
 
 
 @one_line_errors()
@@ -234,12 +245,17 @@ def _resume_changed(
     for path, (old, new) in sorted(differences.items()):
         if path not in ("run_dir", "output_root"):
             say(f"resume: {path}: {old!r} -> {new!r}")
-    with RunLock(folder.path):
-        return _run(folder, config, say, changed=bool(differences))
+    with RunLock(folder.path) as lock:
+        return _run(folder, config, say, lock, changed=bool(differences))
 
 
 def _run(
-    folder: RunFolder, config: DictConfig, say: Callable[[str], None], *, changed: bool = False
+    folder: RunFolder,
+    config: DictConfig,
+    say: Callable[[str], None],
+    lock: RunLock,
+    *,
+    changed: bool = False,
 ) -> RunResult:
     """Build the run, restore its checkpoint if it has one, and train. The caller holds the lock.
 
@@ -271,6 +287,8 @@ def _run(
         run = _build(config, folder.load_spec(), logger, checkpoints, progress)
         # Runs of older versions have no form.
         form = {"native": read_json(folder.form_file)} if folder.form_file.is_file() else {}
+        run.orchestrator.check_folder = lock.check
+        run.orchestrator.side_jobs.write = folder.write_error
         run.orchestrator.info = {"config": to_plain(config), "spec": run.spec.to_dict(), **form}
         if config.load.path and loaded is None:  # a checkpoint has the weights that became of them
             _load_weights(config, run)
@@ -296,14 +314,22 @@ def _run(
             run.orchestrator.run()
         if run.orchestrator.watch is not None and not run.orchestrator.interrupted:
             run.orchestrator.watch.finished(run.orchestrator.scheduler)
-    except LabError:
+    except RunFolderLostError as lost:
+        if run is None or lost.moved_to is None:
+            raise
+        raise _save_where_it_is(run, checkpoints, lost, say) from lost
+    except LabError as error:
+        if checkpoints.has_any():
+            _save_traceback(folder, error)
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         from rl_lab.orchestration.diagnostics import is_out_of_memory, out_of_memory
 
+        _save_traceback(folder, error, say)
+        if isinstance(error, SystemExit):
+            raise LabError(f"the run was ended by sys.exit({error.code!r}) in its own code") from error
         if is_out_of_memory(error):
             raise out_of_memory(error, run.orchestrator if run else None) from error
-        _save_traceback(folder, error, say)
         raise
     finally:
         logger.close()
@@ -369,12 +395,27 @@ def _find_checkpoint(
     return loaded
 
 
-def _save_traceback(folder: RunFolder, error: Exception, say: Callable[[str], None]) -> None:
+def _save_traceback(
+    folder: RunFolder, error: BaseException, say: Callable[[str], None] = lambda text: None
+) -> None:
     """Write the traceback to error.txt: the command line prints only one line of it."""
-    file = folder.path / "error.txt"
     with contextlib.suppress(OSError):
-        file.write_text("".join(traceback.format_exception(error)))
+        file = folder.write_error("the run failed", error)
         say(f"the run failed; the complete traceback is in {file}")
+
+
+def _save_where_it_is(
+    run: Run, checkpoints: CheckpointManager, lost: RunFolderLostError, say: Callable[[str], None]
+) -> LabError:
+    """Save a run whose folder was moved to the folder's new place; return the error that ends it."""
+    assert lost.moved_to is not None
+    checkpoints.folder = lost.moved_to / "checkpoints"
+    run.orchestrator.check_folder = lambda: None
+    try:
+        run.orchestrator.save(last=True)
+    except Exception as error:
+        return LabError(f"{lost}; its state was not saved there: {one_line(error)}")
+    return LabError(f"{lost}; it was saved there, continue with: rl-lab resume {lost.moved_to}")
 
 
 def _load_weights(config: DictConfig, run: Run) -> None:

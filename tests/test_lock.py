@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import http.server
-import importlib.util
 import json
 import os
 import re
@@ -17,25 +16,18 @@ import zipfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.loading import load_script
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("lock", ROOT / "scripts" / "dev" / "lock.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-lock = load_script()
+lock = load_script("dev/lock.py")
 FILES = {name: ROOT / "requirements" / f"{name}.lock" for name in lock.LOCKS}
 
 

@@ -101,6 +101,7 @@ RULES: dict[str, Rule] = {
     "training.checkpoint.epoch_weights": integer(0),
     "training.on_nonfinite": STOP,
     "training.on_save_failure": STOP,
+    "training.on_side_failure": STOP,
     "training.on_damaged_replay": one_of("older", "skip", "stop"),
     "training.profile": integer(0),
     "load.path": PATH,

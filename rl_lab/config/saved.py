@@ -23,6 +23,7 @@ SAFE_ON_RESUME = (
     "training.checkpoint",
     "training.on_nonfinite",
     "training.on_save_failure",
+    "training.on_side_failure",
     "training.on_damaged_replay",
     "training.profile",
     "training.resume_path",

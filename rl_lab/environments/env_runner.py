@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import pickle
+import select
 import signal
+import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import heap
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,9 +27,10 @@ import numpy as np
 
 from rl_lab.environments.spec import ObservationCheck, UnusableRow, finite_number, flag
 from rl_lab.environments.wrappers import add_log
-from rl_lab.errors import one_line
+from rl_lab.errors import LabError, one_line
 from rl_lab.records import ArraySpec, Spec
 from rl_lab.utils.seeding import derive_seed
+from rl_lab.utils.stopping import STOP
 
 ALIGNMENT = 64  # a cache line: two workers never write to the same line
 NUM_BUFFERS = 2
@@ -70,6 +77,7 @@ class EnvRunner:
         log        index -> sums of the `log/` infos of the episode that just ended
         faults     index -> traceback of an environment that raised; it is closed and its row is not written
         unusable   index -> why the row of an environment is unusable; it is closed and its row is not written
+        side       index -> traceback of a video that failed; the environment goes on
         env        index -> info, with `all_infos`
 
     Any exception of an environment is a fault, including `SystemExit`; only KeyboardInterrupt is raised
@@ -189,7 +197,11 @@ class EnvRunner:
         env = slot.env or self._make(slot)
         if slot.game is not None and slot.game.reset_continues and not arrays.reset_continues[index]:
             options = {**(options or {}), "restart": True}
-        obs, info = env.reset(seed=int(arrays.seed[index]), options=options)
+        STOP.begin_call()
+        try:
+            obs, info = env.reset(seed=int(arrays.seed[index]), options=options)
+        finally:
+            STOP.end_call()
         for array, value in zip(obs_arrays.values(), self._check_obs(obs)):
             array[index] = value
         arrays.reward[index] = 0.0
@@ -197,13 +209,18 @@ class EnvRunner:
         arrays.truncated[index] = False
         arrays.reset_continues[index] = False
         slot.log = {}
+        self._report_side_failure(slot, reply)
         if self.all_infos:
             reply.setdefault("env", {})[index] = info
 
     def _step(self, slot: Slot, obs_arrays: dict[str, np.ndarray], action: Any, reply: Reply) -> None:
         arrays, index = self.arrays, slot.index
         slot.steps += 1
-        obs, reward, terminated, truncated, info = self._running_env(slot).step(action)
+        STOP.begin_call()
+        try:
+            obs, reward, terminated, truncated, info = self._running_env(slot).step(action)
+        finally:
+            STOP.end_call()
         values, reward = self._check_obs(obs), finite_number("reward", reward)
         terminated, truncated = flag("terminated", terminated), flag("truncated", truncated)
         add_log(slot.log, info)
@@ -216,8 +233,16 @@ class EnvRunner:
             arrays.reset_continues[index] = slot.game is not None and slot.game.reset_continues
             if slot.log:
                 reply.setdefault("log", {})[index] = slot.log
+            self._report_side_failure(slot, reply)
         if self.all_infos:
             reply.setdefault("env", {})[index] = info
+
+    @staticmethod
+    def _report_side_failure(slot: Slot, reply: Reply) -> None:
+        take_failure = getattr(slot.env, "take_failure", None)  # of an EpisodeVideo, the outermost wrapper
+        failure = take_failure() if take_failure is not None else ""
+        if failure:
+            reply.setdefault("side", {})[slot.index] = failure
 
     def _replay(self, slot: Slot, segments: Sequence[Segment]) -> bool:
         """Replay one game; return whether its episodes ended at the same steps as before."""
@@ -279,6 +304,7 @@ def worker_main(
         if hasattr(signal, name):  # some systems do not have the last two
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     os.environ.update(environ)  # the fork server still has the variables of its start
+    end_with_trainer(connection)
     runner: EnvRunner | None = None
 
     def build() -> Reply:
@@ -310,6 +336,57 @@ def _reply(function: Callable[..., Reply], *args: Any) -> bytes:
     except BaseException as error:
         _reraise_interrupt(error)
         return pickle.dumps({"error": (-1, traceback.format_exc())})
+
+
+# --- The end of the trainer ------------------------------------------------------------------------------
+
+CLOSE_TIMEOUT_S = 5.0  # a worker that has not closed its environments by then is killed
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_trainer(connection: Connection) -> None:
+    """End this worker soon after the trainer, even if a call of an environment never returns.
+
+    The trainer's death closes the pipe. A worker that waits for a command then closes its environments and
+    exits. One whose environment hangs is ended by a thread, or, if the call holds the interpreter's lock, by
+    the kernel.
+    """
+    trainer = multiprocessing.parent_process()
+    fork_server = os.getppid()
+    if trainer is not None and trainer.pid != fork_server:
+        _end_with_fork_server()
+    if hasattr(select, "poll"):
+        threading.Thread(target=_watch_trainer, args=(connection.fileno(), fork_server), daemon=True).start()
+
+
+def _watch_trainer(pipe: int, parent: int) -> None:
+    closed = select.poll()
+    closed.register(pipe, 0)  # only its end is reported, not its messages
+    while not closed.poll(1000 * CLOSE_TIMEOUT_S):
+        if os.getppid() != parent:
+            signal.alarm(0)  # the fork server has ended, but the trainer lives
+    time.sleep(CLOSE_TIMEOUT_S)
+    os._exit(1)
+
+
+def _end_with_fork_server() -> None:
+    """Let the kernel send SIGUSR2 when the fork server ends, and end this process 12 s later.
+
+    The fork server ends with the trainer once no worker holds the pipe that keeps it alive. No Python code
+    runs while a call holds the interpreter's lock, so the handler is the C library's `alarm`, which takes the
+    signal's number as its seconds.
+    """
+    from multiprocessing import forkserver
+
+    with contextlib.suppress(AttributeError, TypeError, OSError):  # names that are not public
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+    if sys.platform.startswith("linux"):
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+        libc.signal.restype = ctypes.c_void_p
+        libc.signal(signal.SIGUSR2, ctypes.cast(libc.alarm, ctypes.c_void_p))
+        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGUSR2), 0, 0, 0)
 
 
 # --- Shared memory ---------------------------------------------------------------------------------------
@@ -380,9 +457,21 @@ class StepArrays:
 def shared_memory(context: Any, spec: Spec, num_envs: int) -> Any:
     """Allocate a memory block for `StepArrays` that worker processes inherit.
 
-    It is an unlinked memory-mapped file: it has no name, so it is freed however the run ends.
+    It is an unlinked memory-mapped file: it has no name, so it is freed however the run ends. It lies in
+    /dev/shm, or in the folder of temporary files where that is read-only, missing or too small.
     """
-    return context.RawArray(ctypes.c_byte, StepArrays.nbytes(spec, num_envs))
+    size = StepArrays.nbytes(spec, num_envs)
+    try:
+        return context.RawArray(ctypes.c_byte, size)
+    except OSError:
+        heap.Arena._dir_candidates = []  # type: ignore[attr-defined]  # the temporary files remain
+    try:
+        return context.RawArray(ctypes.c_byte, size)
+    except OSError as error:
+        raise LabError(
+            f"environment.workers: no memory can be shared with worker processes ({error}): make /dev/shm or TMPDIR "
+            "writable, or set environment.workers=0"
+        ) from error
 
 
 def _columns(spec: Spec) -> dict[str, ArraySpec]:

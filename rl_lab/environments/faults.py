@@ -88,6 +88,12 @@ class FaultLog:
                 f"{who} {what}: {action} (restart {self.total}; {recent}{allowed} in the last {window})"
             )
 
+    def give_up(self, kind: str, who: str, what: str, detail: str = "") -> None:
+        """Record a failure without a restart: the run is about to end."""
+        self.counts[kind] += 1
+        self.report(f"{who} {what}: given up, its open episodes are truncated")
+        self.stop(f"{who} {what}", detail)
+
     def stop(self, why: str, detail: str = "") -> None:
         """Stop the run: the next step raises this error."""
         self.failure = self.failure or EnvironmentFaultError(f"{why}{detail}")

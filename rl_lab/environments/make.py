@@ -273,6 +273,11 @@ def env_config_options(environment: Mapping[str, Any], *, evaluation: bool = Fal
     return options
 
 
+def make_configured_env(environment: Mapping[str, Any], **changes: Any) -> VectorEnv:
+    """Create the environments of an `environment` node; `changes` are further arguments of `make_env`."""
+    return make_env(**{**env_config_options(environment), **changes})
+
+
 def suites() -> dict[str, str]:
     """Return suite -> adapter module, including the suites of other packages."""
     others = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}

@@ -7,7 +7,7 @@ import ctypes.util
 import multiprocessing
 import os
 import sys
-import warnings
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,7 @@ class EpisodeVideo(gymnasium.Wrapper):
         self.number = -1
         self._seeds_known = True
         self._frames: list[np.ndarray] | None = None
-        self._warned = False
+        self._failure = ""
 
     def reset(self, *, seed: int | None = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         result = self.env.reset(seed=seed, **kwargs)
@@ -133,23 +133,27 @@ class EpisodeVideo(gymnasium.Wrapper):
             self._write()
         return obs, reward, terminated, truncated, info
 
+    def take_failure(self) -> str:
+        """Return the traceback of a failure since the last call, or "". Without a video the episode goes on."""
+        failure, self._failure = self._failure, ""
+        return failure
+
     def _capture(self) -> None:
         if self._frames is not None and len(self._frames) < MAX_FRAMES:
-            self._frames.append(_reduced(np.asarray(self.env.render())))
+            try:
+                self._frames.append(_reduced(np.asarray(self.env.render())))
+            except (Exception, SystemExit):
+                self._frames, self._failure = None, traceback.format_exc()
 
     def _write(self) -> None:
-        """Write the video file. If that fails, warn once and continue the run."""
+        """Write the video file."""
         frames, self._frames = self._frames, None
         path = Path(self.settings.folder) / f"episode_{self.number:09d}"
         fps = float((self.env.metadata or {}).get("render_fps") or 30)
         try:
             save_video(path, np.stack(frames or []), fps)
-        except Exception as error:
-            if not self._warned:
-                warnings.warn(
-                    f"{path}: the video cannot be written ({type(error).__name__}: {error})", stacklevel=2
-                )
-            self._warned = True
+        except Exception:
+            self._failure = traceback.format_exc()
 
     def _number(self, seed: int | None) -> int:
         next_number = self.number + 1

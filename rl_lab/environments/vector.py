@@ -187,6 +187,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[dict[str, np.ndarray], Any, np.ndarra
         self.pool.faults.report = report
         self.pool.trusted = self.pool.trusted or trusted
 
+    def take_side_failures(self) -> list[str]:
+        """Return the tracebacks of videos that failed since the last call."""
+        failures, self.pool.side_failures = self.pool.side_failures, []
+        return failures
+
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, in the order of their environments; empty without worker processes."""
         workers = self.pool.workers

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
 import select
 import signal
 import sys
+import tempfile
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ import gymnasium
 import numpy as np
 
 from rl_lab.environments.env_runner import (
+    CLOSE_TIMEOUT_S,
     DONE,
     IDLE,
     STEP,
@@ -48,10 +51,12 @@ from rl_lab.environments.env_runner import (
 from rl_lab.environments.faults import FaultLog, RestartLimit, last_line
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
+from rl_lab.utils.files import ensure_current_folder
+from rl_lab.utils.stopping import GRACE_S, STOP
 
 PACKAGE_PARENT = Path(__file__).parents[2]
-CLOSE_TIMEOUT_S = 5.0  # a worker that has not closed its environments by then is killed
 FIRST_POLL_S = 0.05  # after this wait the progress of the worker is monitored
+POLL_S = 0.5  # between two looks at its progress
 FIRST_REPLY_FACTOR = 5  # times the timeout: the process starts, imports and creates its environments
 _STEP_COMMAND = ("step", ())
 
@@ -82,6 +87,7 @@ class WorkerPool:
         self.timeout = timeout
         self.faults = FaultLog(restarts)
         self.trusted = False  # True: restart environments that fail in the first reset, too
+        self.side_failures: list[str] = []  # tracebacks of videos that failed, until they are taken
         self.reset_pending: set[int] = set()  # environments whose reset failed when the limit was exceeded
         self.seed = seed
         self.episodes = np.zeros(num_envs, np.int64)  # number of each environment's current episode
@@ -255,6 +261,7 @@ class WorkerPool:
         except LabError:
             self.close()
             raise
+        self.side_failures += reply.pop("side", {}).values()
         tracebacks: dict[int, str] = reply.pop("faults", {})
         faults = {env: f"raised {last_line(text)}" for env, text in tracebacks.items()}
         for env, text in reply.pop("unusable", {}).items():
@@ -277,7 +284,10 @@ class WorkerPool:
         if consecutive and not self.trusted:
             self.close()  # nothing is lost yet, and the environment itself is most likely broken
             raise LabError(f"{who} {what}{detail}")
-        self.faults.record(kind, who, what, detail=detail, consecutive=consecutive)
+        if STOP.overdue():  # a restart would take time that the process may not have
+            self.faults.give_up(kind, who, what, detail)
+        else:
+            self.faults.record(kind, who, what, detail=detail, consecutive=consecutive)
 
     def _write_placeholder_row(self, env: int, *, truncated: bool) -> None:
         arrays = self.arrays
@@ -394,7 +404,7 @@ class ProcessWorker:
             name=f"env-worker-{indices[0]}",
             daemon=True,
         )
-        with _without_main_script():
+        with _start_conditions():
             self.process.start()
         worker_end.close()  # with one open end per process, each side sees the other's death as EOF
         self._call_counts = arrays.call_counts[indices[0] : indices[-1] + 1]
@@ -431,8 +441,9 @@ class ProcessWorker:
         return reply
 
     def _receive_message(self, timeout: float | None) -> Reply:
-        if timeout is not None:
-            self._wait_for_message(timeout * FIRST_REPLY_FACTOR if self._before_first_reply else timeout)
+        if timeout is not None and self._before_first_reply:
+            timeout *= FIRST_REPLY_FACTOR
+        self._wait_for_message(timeout)
         try:
             message = self.connection.recv_bytes()
         except (EOFError, OSError) as error:
@@ -444,16 +455,28 @@ class ProcessWorker:
             raise failure_message(*reply["error"])
         return reply
 
-    def _wait_for_message(self, timeout: float) -> None:
-        """Wait until a message can be read; raise WorkerLost if no call returns within `timeout`."""
-        waited = min(FIRST_POLL_S, timeout)
+    def _wait_for_message(self, timeout: float | None) -> None:
+        """Wait until a message can be read; raise WorkerLost if no call returns within `timeout`.
+
+        After a request to stop, a worker is waited for during the grace time only.
+        """
+        limit = math.inf if timeout is None else timeout
+        waited = min(FIRST_POLL_S, limit)
         if self._poll(waited):
             return
         counts = self._call_counts.tolist()
-        while not self._poll(timeout - waited):
-            waited, before, counts = 0.0, counts, self._call_counts.tolist()
-            if counts == before:
-                raise WorkerLost("hung", self._name(), f"did not answer for {timeout:g} s")
+        # The waits are summed, not read from a clock: time in which this process was suspended does not count.
+        while not self._poll(wait := min(POLL_S, max(limit - waited, 0.0))):
+            waited += wait
+            before, counts = counts, self._call_counts.tolist()
+            if counts != before:
+                waited = 0.0
+            elif waited >= limit:
+                raise WorkerLost("hung", self._name(), f"did not answer for {limit:g} s")
+            elif STOP.overdue():
+                raise WorkerLost(
+                    "hung", self._name(), f"did not answer within {GRACE_S:g} s of the request to stop"
+                )
 
     def close(self) -> None:
         """Close the pipe; the worker finishes its current step, closes its environments and exits."""
@@ -519,12 +542,31 @@ def start_context() -> Any:
     """Return the multiprocessing context for workers: "forkserver", or "spawn" where it is not available.
 
     Not "fork": this process may hold a CUDA context and threads. The fork server imports Gymnasium only once.
+    It listens at a socket in the folder for temporary files, so without a short name for that it is "spawn".
     """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    available = "forkserver" in multiprocessing.get_all_start_methods()
+    if not available or _short_temporary_folder() is None:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rl_lab.environments.preload"])
     return context
+
+
+# The name of a socket has at most 107 bytes (macOS: 103); multiprocessing adds about 32 to that of the folder.
+LONGEST_TEMPORARY_FOLDER = 70
+
+
+def _short_temporary_folder() -> str | None:
+    """Return a folder for the fork server's socket: that of temporary files if its name is short enough."""
+    try:
+        usual = tempfile.gettempdir()
+    except OSError:  # none can be written
+        return None
+    for folder in (usual, "/tmp", "/var/tmp", os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
+        usable = os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+        if usable and len(os.fsencode(folder)) <= LONGEST_TEMPORARY_FOLDER:
+            return folder
+    return None
 
 
 def _pickled(value: Any) -> bytes:
@@ -540,20 +582,25 @@ def _pickled(value: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def _without_main_script() -> Iterator[None]:
+def _start_conditions() -> Iterator[None]:
     """Start workers that can import this package and do not run the user's script.
 
     multiprocessing would execute the script again in each worker, with its torch import and all code that no
     `if __name__ == "__main__"` guards. Objects of the script that the environments need are pickled by value.
     The fork server of older Python versions only uses its own search path, which may not contain this
     package.
+
+    A start also needs a current folder that exists, and a short name for the fork server's socket.
     """
-    main, search_path = sys.modules["__main__"], os.environ.get("PYTHONPATH")
+    ensure_current_folder()
+    main, search_path, temporary = sys.modules["__main__"], os.environ.get("PYTHONPATH"), tempfile.tempdir
     sys.modules["__main__"] = types.ModuleType("__main__")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(PACKAGE_PARENT), *([search_path] if search_path else [])])
+    tempfile.tempdir = _short_temporary_folder() or temporary
     try:
         yield
     finally:
+        tempfile.tempdir = temporary
         sys.modules["__main__"] = main
         if search_path is None:
             del os.environ["PYTHONPATH"]

@@ -73,14 +73,14 @@ class Collector:
         """Receive all N results, act on them, send the actions, and return the rows.
 
         A row holds what was received together, then the action taken: reward, terminated, truncated and
-        is_first belong to the observation. Raises EnvironmentFaultError after too many failures, before
-        anything has changed, so that a checkpoint can still be saved.
+        is_first belong to the observation. An error of the policy, and EnvironmentFaultError after too many
+        failures, are raised before anything has changed, so that a checkpoint can still be saved.
         """
         self.receive()
         failure = getattr(self.environment, "failure", None)  # a WorldModelEnv has no such attribute
         if failure is not None:
             raise failure
-        received, self._received = self._received, None
+        received = self._received
         assert received is not None, "reset() first"
         with self.stopwatch("act"):
             mode = replace(mode, generator=self.generator)
@@ -102,7 +102,7 @@ class Collector:
             **extras,
         }
         self.environment.step_async(actions)
-        self._in_flight = True
+        self._received, self._in_flight = None, True
         counted = ~received.is_first
         episodes = self.tracker.update(received.reward, ended, counted, received.logs, received.closed)
         return CollectResult(steps=int(counted.sum()), episodes=episodes, trajectory=rows)

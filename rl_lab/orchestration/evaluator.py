@@ -22,6 +22,7 @@ class Evaluation:
     episodes: list[Episode] = field(default_factory=list)
     frames: list[np.ndarray] = field(default_factory=list)  # (H, W, 3) uint8 each
     seed: int = 0
+    video_error: Exception | None = None  # why there are no frames
 
     @property
     def returns(self) -> list[float]:
@@ -29,6 +30,14 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         return {f"eval/{key.removeprefix('log/')}": v for key, v in return_statistics(self.episodes).items()}
+
+
+class VideoFailure(Exception):
+    """A frame could not be rendered, and the environments are closed."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Evaluator:
@@ -60,7 +69,25 @@ class Evaluator:
     ) -> Evaluation:
         """Run `episodes` episodes; call `on_rows` after every step and `on_episode` after every episode."""
         seed = derive_seed(self.seed, "evaluate", label)
-        environment = self.make_environment(seed, video)
+        mode = ActMode(sample=sample, temperature=temperature)
+        try:
+            return self._run(policy, mode, episodes, seed, max_frames * video, on_rows, on_episode)
+        except VideoFailure as failure:
+            evaluation = self._run(policy, mode, episodes, seed, 0, on_rows, on_episode)
+            evaluation.video_error = failure.error
+            return evaluation
+
+    def _run(
+        self,
+        policy: Policy,
+        mode: ActMode,
+        episodes: int,
+        seed: int,
+        max_frames: int,  # 0: no video
+        on_rows: Callable[[Mapping[str, Any]], None] | None,
+        on_episode: Callable[[Episode], None] | None,
+    ) -> Evaluation:
+        environment = self.make_environment(seed, max_frames > 0)
         collector = Collector(
             environment,
             device=self.device,
@@ -74,10 +101,15 @@ class Evaluator:
         try:
             collector.reset()
             while any(len(done) < count for done, count in zip(finished, quota)):
-                if video and not finished[0] and len(evaluation.frames) < max_frames:
+                if not finished[0] and len(evaluation.frames) < max_frames:
                     collector.receive()
-                    evaluation.frames.append(environment.frame())
-                result = collector.step(policy, ActMode(sample=sample, temperature=temperature))
+                    try:
+                        evaluation.frames.append(environment.frame())
+                    except Exception as error:
+                        if environment.closed:  # its worker died: without a video the episodes can be run
+                            raise VideoFailure(error) from error
+                        max_frames, evaluation.frames, evaluation.video_error = 0, [], error
+                result = collector.step(policy, mode)
                 if on_rows and result.trajectory:
                     on_rows(result.trajectory)
                 for episode in collector.tracker.drain():

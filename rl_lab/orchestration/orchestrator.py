@@ -12,29 +12,44 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from rl_lab.errors import CheckpointError, ConfigError, EnvironmentFaultError, LabError, unexpected
+from rl_lab.errors import (
+    CheckpointError,
+    ConfigError,
+    EnvironmentFaultError,
+    LabError,
+    RunFolderLostError,
+    one_line,
+    unexpected,
+)
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import Cadences, Every, HookUse, PhaseDefinition
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
+from rl_lab.orchestration.side_jobs import SideJobs
 from rl_lab.orchestration.update_check import UpdateWatch
 from rl_lab.orchestration.updates import Runner, Storage, TransformRunner
-from rl_lab.protocols import CollectStep, Workflow
+from rl_lab.protocols import CollectStep, VectorEnvironment, Workflow
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.seeding import derive_seed
+from rl_lab.utils.stopping import GRACE_S, STOP
 
 if TYPE_CHECKING:
     from rl_lab.orchestration.diagnostics import Trace
+
+# A mistake in the config that shows before this much work is not worth a checkpoint: the run starts anew.
+MISTAKE_S = 60.0
 
 
 @dataclass
@@ -66,9 +81,12 @@ class Orchestrator:
     settings: Settings = field(default_factory=Settings)
     checkpoints: CheckpointManager | None = None
     evaluator: Evaluator | None = None
+    environment: VectorEnvironment | None = None  # of training
     trace: Trace | None = None
     watch: UpdateWatch | None = None
     info: Mapping[str, Any] = field(default_factory=dict)  # added to the manifest of every checkpoint
+    check_folder: Callable[[], None] = lambda: None  # raises if the run folder is not this run's any more
+    side_jobs: SideJobs = field(default_factory=SideJobs)
     say: Callable[[str], None] = print
     interrupted: bool = False
 
@@ -79,13 +97,16 @@ class Orchestrator:
         self._best_return = float("-inf")
         self._saved_at: dict[str, int] = {}
         self._logged_at: list[int] = []  # `_work_done` at the last log line
+        self._step_open = False  # environments were stepped, and their rows are not stored yet
+        self._began = (time.monotonic(), dict(self.scheduler.totals))
 
     # ---------------------------------------------------------------- the loop
 
     def run(self) -> None:
         """Run all phases, or until a signal requests a stop."""
         self.log.begin(self.scheduler.totals)
-        with stop_on_signals(self._interrupt), self._save_on_environment_fault():
+        self._began = (time.monotonic(), dict(self.scheduler.totals))
+        with stop_on_signals(self._interrupt), self._save_on_failure():
             while not self.interrupted:
                 action = self.scheduler.next_action()
                 phase = self.scheduler.current_phase()
@@ -97,12 +118,15 @@ class Orchestrator:
                 try:
                     self.run_action(action, phase)
                 except Exception as error:
+                    if self.interrupted and isinstance(error, EnvironmentFaultError):
+                        break  # an environment hangs: save without its answer
                     self._explain_first_failure(action, phase, error)
                     raise
                 self._succeeded.add(action)
                 self._run_due_cadences()
                 if self.trace is not None:
-                    self.trace.tick(self.scheduler.totals)
+                    with self._side_job("profile"):
+                        self.trace.tick(self.scheduler.totals)
             self._finish()
 
     def run_action(self, action: str, phase: PhaseDefinition) -> None:
@@ -111,7 +135,7 @@ class Orchestrator:
             self._collect(phase)
         elif action == "evaluate":
             use = next(use for use in phase.hooks if use.name == "evaluate")
-            self.evaluate(episodes=use.options.get("episodes"))
+            self.evaluate(episodes=use.options.get("episodes"), required=phase.type == "eval_only")
             self.scheduler.advance(action)
         else:
             done = self.runners[action].perform(phase, self.scheduler, self._should_stop)
@@ -122,11 +146,13 @@ class Orchestrator:
         """Step the environments once and store the rows."""
         view = self.scheduler.view()
         if self.own_collect_step is not None:
+            self._step_open = True
             result = self.own_collect_step(self.scheduler.totals["env_steps"], phase=view)
             finished = self.workflow.finished_episodes()
         else:
             assert self.collector is not None, "a phase collects, but this run was built without a Collector"
             result = self.collector.step(self.workflow, self.workflow.collect_mode(view))
+            self._step_open = True
             finished = self.collector.tracker.drain()
         if result is None:
             raise LabError(
@@ -135,7 +161,12 @@ class Orchestrator:
             )
         if result.trajectory is not None and self.storage is not None:
             self.storage.store(phase, result.trajectory)
-        self.log.collected(result.metrics, finished)
+        self._step_open = False
+        with self._side_job("log"):
+            self.log.collected(result.metrics, finished)
+        take_failures = getattr(self.environment, "take_side_failures", None)
+        for failure in take_failures() if take_failures is not None else ():
+            self.side_jobs.failed("training video", self.scheduler.totals["env_steps"], failure)
         self.scheduler.advance("collect", steps=result.steps, episodes=max(result.episodes, len(finished)))
         for name in self.scheduler.skipped - self._reported_shortages:
             self._reported_shortages.add(name)
@@ -204,8 +235,12 @@ class Orchestrator:
         """Return whether a counter has passed a multiple of the cadence since the last call that returned True."""
         if cadence is None or not cadence.due(self.scheduler.totals):
             return False
+        self.check_folder()
         cadence.fired(self.scheduler.totals)
         return True
+
+    def _side_job(self, name: str, *, required: bool = False) -> AbstractContextManager[None]:
+        return self.side_jobs.guard(name, self.scheduler.totals["env_steps"], required=required)
 
     def _work_done(self) -> list[int]:
         return [self.scheduler.totals["env_steps"], *self.scheduler.hook_calls.values()]
@@ -219,30 +254,43 @@ class Orchestrator:
             meters,
             phase=phase.name if phase else "done",
             progress=self.scheduler.progress(),
+            failures=self.side_jobs.metrics(),
+            guard=self._side_job("log"),
         )
         self._check_finite(metrics)
         return metrics
 
-    def evaluate(self, episodes: int | None = None) -> dict[str, float]:
-        """Run evaluation episodes, log their returns, and save the weights if they are the best so far."""
+    def evaluate(self, episodes: int | None = None, *, required: bool = False) -> dict[str, float]:
+        """Run evaluation episodes, log their returns, and save the weights if they are the best so far.
+
+        returns: the metrics, empty if the evaluation failed; required: then raise instead
+        """
         if self.evaluator is None:
             raise ConfigError("hook 'evaluate' needs an Evaluator, but this run was built without one")
         step = self.scheduler.totals["env_steps"]
         held_out = self.storage.buffers.get("eval") if self.storage is not None else None
-        evaluation = self.evaluator.run(
-            self.workflow,
-            episodes=episodes or self.settings.eval_episodes,
-            label=step,
-            sample=self.settings.eval_sample,
-            temperature=self.settings.eval_temperature,
-            video=self.settings.eval_video,
-            on_rows=held_out.add if held_out is not None else None,
-        )
+        evaluation = None
+        with self._side_job("evaluation", required=required):
+            evaluation = self.evaluator.run(
+                self.workflow,
+                episodes=episodes or self.settings.eval_episodes,
+                label=step,
+                sample=self.settings.eval_sample,
+                temperature=self.settings.eval_temperature,
+                video=self.settings.eval_video,
+                on_rows=held_out.add if held_out is not None else None,
+            )
+        if evaluation is None:
+            return {}
         metrics = evaluation.metrics()
-        self.log.evaluation(metrics, self.scheduler.totals)
-        if evaluation.frames:
-            frames = np.stack(evaluation.frames).transpose(0, 3, 1, 2)
-            self.log.logger.video("eval/episode", frames, step=step, fps=30, folder="episodes/test")
+        with self._side_job("log"):
+            self.log.evaluation(metrics, self.scheduler.totals)
+        with self._side_job("video"):
+            if evaluation.video_error is not None:
+                raise evaluation.video_error
+            if evaluation.frames:
+                frames = np.stack(evaluation.frames).transpose(0, 3, 1, 2)
+                self.log.logger.video("eval/episode", frames, step=step, fps=30, folder="episodes/test")
         if metrics["eval/return_mean"] >= self._best_return:  # on a tie, prefer the longer trained weights
             self._best_return = metrics["eval/return_mean"]
             self.save(tag="best")
@@ -261,21 +309,28 @@ class Orchestrator:
             return
         step = self.scheduler.totals["env_steps"]
         generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "report", step))
-        with torch.random.fork_rng(devices=[]):
+        report: Mapping[str, Any] = {}
+        with self._side_job("report"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
             report = self.workflow.report(source.sample(spec, generator=generator))
-        scalars = {}
+        scalars: dict[str, float] = {}
         for name, value in report.items():
-            array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-            if getattr(array, "ndim", 0) == 3:
-                self.log.logger.image(f"report/{name}", array, step=step, folder="reconstructions")
-            elif getattr(array, "ndim", 0) == 4:
-                folder = "episodes/imagination" if name.startswith("imagination") else "reconstructions"
-                self.log.logger.video(f"report/{name}", array, step=step, fps=15, folder=folder)
-            else:
-                scalars[f"report/{name}"] = float(array)
+            with self._side_job("report"):
+                self._log_reported(name, value, step, scalars)
         if scalars:
-            self.log.logger.scalars(scalars, **self.log.counters(self.scheduler.totals))
+            with self._side_job("log"):
+                self.log.logger.scalars(scalars, **self.log.counters(self.scheduler.totals))
+
+    def _log_reported(self, name: str, value: Any, step: int, scalars: dict[str, float]) -> None:
+        """Log an image (C, H, W) or a video (T, C, H, W) of the report, or add its number to `scalars`."""
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        if getattr(array, "ndim", 0) == 3:
+            self.log.logger.image(f"report/{name}", array, step=step, folder="reconstructions")
+        elif getattr(array, "ndim", 0) == 4:
+            folder = "episodes/imagination" if name.startswith("imagination") else "reconstructions"
+            self.log.logger.video(f"report/{name}", array, step=step, fps=15, folder=folder)
+        else:
+            scalars[f"report/{name}"] = float(array)
 
     # ---------------------------------------------------------------- checkpoints and stopping
 
@@ -286,7 +341,10 @@ class Orchestrator:
         """
         if self.checkpoints is None:
             return
+        self.check_folder()
         state = self.run_state.gather({"cadences": self.cadences.get_state(), **self._own_state()})
+        if self._step_open:
+            _abandon_episodes(state["collector"])
         buffers: Mapping[str, Any] = {}
         if self.storage is not None and tag is None:
             buffers = self.storage.buffers
@@ -319,6 +377,7 @@ class Orchestrator:
             runner.position = int(own["transforms"].get(name, 0))
         self._best_return = float(own["best_return"])
         self._logged_at = [int(count) for count in own.get("logged_at", [])]
+        self.side_jobs.set_state(own.get("side_failures", {}))
 
     def _own_state(self) -> dict[str, Any]:
         return {
@@ -326,6 +385,7 @@ class Orchestrator:
                 "transforms": {name: runner.position for name, runner in self._transforms().items()},
                 "best_return": self._best_return,
                 "logged_at": list(self._logged_at),
+                "side_failures": self.side_jobs.get_state(),
             }
         }
 
@@ -340,14 +400,19 @@ class Orchestrator:
 
     def _finish(self) -> None:
         """Write the last log line and checkpoint, and close the environments of evolution."""
+        self.check_folder()
         if self.log.logger is not None:
             self.write_log()
-        for runner in self.runners.values():
-            runner.close()
+        for name, runner in self.runners.items():
+            with self._side_job(f"closing {name}"):
+                runner.close()
         if self.trace is not None:
-            self.trace.close()
+            with self._side_job("profile"):
+                self.trace.close()
         if self._saved_at != self.scheduler.totals:
             self.save(last=True)
+        if self.side_jobs.counts:
+            self.say(self.side_jobs.summary())
 
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         """Stop or report if updates were non-finite: hooks skip them on the device and count them."""
@@ -364,16 +429,38 @@ class Orchestrator:
         self.say(message)
 
     @contextmanager
-    def _save_on_environment_fault(self) -> Iterator[None]:
-        """Save a checkpoint before environments that fail too often end the run."""
+    def _save_on_failure(self) -> Iterator[None]:
+        """Save a checkpoint before an error ends the run. A second Ctrl-C ends it without one."""
         try:
             yield
-        except EnvironmentFaultError:
-            try:
-                self.save()
-            except CheckpointError as error:
-                self.say(f"environments failed too often, and the last checkpoint was not saved: {error}")
+        except (Exception, SystemExit) as error:
+            if self._is_worth_saving(error):
+                try:
+                    self.save()
+                except Exception as second:  # what broke the run may break the save, too
+                    self.say(f"the state at the end of the run was not saved: {one_line(second)}")
             raise
+
+    def _is_worth_saving(self, error: BaseException) -> bool:
+        """Return whether there is new work that a resumed run can use."""
+        start, counters = self._began
+        if (
+            isinstance(error, (CheckpointError, RunFolderLostError))
+            or self._saved_at == self.scheduler.totals
+        ):
+            return False
+        if isinstance(error, EnvironmentFaultError):
+            return True
+        if isinstance(error, ConfigError) and time.monotonic() - start < MISTAKE_S:
+            return False
+        return self.scheduler.totals != counters
+
+
+def _abandon_episodes(collector: dict[str, Any]) -> None:
+    """Let a resumed run start new episodes: the last rows of the open ones were not stored."""
+    environment = collector.get("environment", {})
+    if "forgotten" in environment:
+        environment["forgotten"] = list(range(len(environment["actions"])))
 
 
 # ---------------------------------------------------------------- stopping on signals
@@ -392,18 +479,31 @@ def stop_on_signals(request: Callable[[], None]) -> Iterator[None]:
 
     The first signal is acknowledged immediately: the current action may be an evaluation of several minutes,
     and if the run then fails for another reason, its output must still show that a stop was requested.
+    An environment that hangs is given up after `GRACE_S`.
     """
     requested = False
+    finished, reminding = threading.Event(), threading.Lock()
 
     def stop(number: int, frame: Any) -> None:
         nonlocal requested
         if requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not requested:
+            requested = True
             _acknowledge(number)
-        requested = True
+            STOP.make()
+            threading.Thread(target=remind, daemon=True).start()
         request()
+        STOP.end_overdue_call()
 
+    def remind() -> None:
+        # A signal interrupts a call that hangs, even a sleep; `stop` then ends it if the grace time is over.
+        while not finished.wait(GRACE_S + 0.1):
+            with reminding:
+                if not finished.is_set():  # afterwards the signal would end the process
+                    signal.pthread_kill(main_thread, signal.SIGTERM)
+
+    main_thread = threading.main_thread().ident or 0
     unhandled = [number for number in OPTIONAL_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     try:
         before = {
@@ -415,6 +515,9 @@ def stop_on_signals(request: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
+        with reminding:
+            finished.set()
+        STOP.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rl_lab.records import Episode, return_statistics
@@ -42,9 +43,9 @@ class RunLog:
         self._since = (self.clock(), totals["env_steps"], totals["updates"])
 
     def collected(self, metrics: Mapping[str, float], episodes: list[Episode]) -> None:
+        self._episodes += episodes
         for key, value in metrics.items():
             self._collect.setdefault(key, []).append(float(value))
-        self._episodes += episodes
 
     def counters(self, totals: Mapping[str, int]) -> dict[str, int]:
         """Return agent steps, environment frames and updates: they are part of every log line."""
@@ -52,9 +53,16 @@ class RunLog:
         return {"step": steps, "frames": steps * self.frames_per_step, "updates": totals["updates"]}
 
     def write(
-        self, totals: Mapping[str, int], meters: Iterable[tuple[str, Any]], *, phase: str, progress: float
+        self,
+        totals: Mapping[str, int],
+        meters: Iterable[tuple[str, Any]],  # (prefix, MetricMeter) of each hook
+        *,
+        phase: str,
+        progress: float,
+        failures: Mapping[str, float] | None = None,  # of side jobs
+        guard: AbstractContextManager[None] | None = None,  # around the outputs
     ) -> dict[str, float]:
-        """Write one log line and return it. `meters`: (prefix, MetricMeter) of each hook."""
+        """Write one log line and return it."""
         metrics: dict[str, float] = {}
         for prefix, meter in meters:
             metrics |= prefixed(meter.drain(), prefix)
@@ -68,11 +76,13 @@ class RunLog:
         metrics |= self._rates(totals)
         metrics |= self.stopwatch.drain()
         metrics["workflow/phase_progress"] = progress
+        metrics |= failures or {}
         self._episodes, self._collect = [], {}
-        with self.stopwatch("log"):
-            self.logger.scalars(metrics, **self.counters(totals))
-        if self.progress is not None:
-            self.progress.update(self._headline(totals, metrics, phase, progress))
+        with guard or nullcontext():
+            with self.stopwatch("log"):
+                self.logger.scalars(metrics, **self.counters(totals))
+            if self.progress is not None:
+                self.progress.update(self._headline(totals, metrics, phase, progress))
         return metrics
 
     def evaluation(self, metrics: Mapping[str, float], totals: Mapping[str, int]) -> None:

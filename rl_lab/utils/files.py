@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO
 
-from rl_lab.errors import CheckpointError, ConfigError, RunLockedError
+from rl_lab.errors import CheckpointError, ConfigError, RunFolderLostError, RunLockedError
 
 BLOCK = 1 << 20  # bytes read at a time for a checksum
 TEMPORARY_SUFFIX = ".tmp"
@@ -33,7 +33,7 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], Any]) -> tuple[int, int
 
     returns: size in bytes, crc32
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
         with open(temporary, "w+b") as file:
@@ -48,6 +48,15 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], Any]) -> tuple[int, int
         raise
     sync_folder(path.parent)
     return size, crc
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder with its parents; RunFolderLostError instead of a locked run folder that was moved."""
+    if not folder.is_dir():
+        for lock in list(_held):
+            if lock.folder == folder or lock.folder in folder.parents:
+                lock.check()
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -111,6 +120,26 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+try:
+    _START_FOLDER = os.getcwd()
+except OSError:  # it was deleted before this process started
+    _START_FOLDER = os.sep
+
+
+def ensure_current_folder() -> None:
+    """Give this process a current folder that exists, if its own was deleted: processes start from it.
+
+    It is the folder that now has the same name, or else the root.
+    """
+    try:
+        os.getcwd()
+    except OSError:
+        for folder in (_START_FOLDER, os.sep):
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
+                return
+
+
 def absolute(path: Path | str) -> Path:
     """Return a path that does not depend on the current folder, with `~` replaced; links are kept."""
     return Path(os.path.expanduser(path)).absolute()
@@ -134,45 +163,110 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 class RunLock:
     """Exclusive lock on a run folder, held until it is released or this process ends.
 
-        with RunLock(run_dir):
-            ...
+        with RunLock(run_dir) as lock:
+            lock.check()
 
-    The kernel holds the lock (flock), so a killed process leaves none behind. The file names the holder.
+    The kernel holds the lock (flock), so a killed process leaves none behind. The lock file names the holder.
+    The folder itself is locked, too, where the file system can: that lock remains if the file is deleted.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / LOCK_NAME
         self._file: IO[bytes] | None = None
+        self._folder_handle: int | None = None
 
     def acquire(self) -> RunLock:
         """Take the lock; RunLockedError, with process and host, when another process holds it."""
         if self._file is not None:
             return self
-        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            # The file stays open while the lock is held; mode "a" keeps the holder's name.
-            file = open(self.path, "a+b")  # noqa: SIM115
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self._open()
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be written to: {error}") from error
+        handle = _open_folder(self.folder)
         try:
-            if not _try_flock(file):
+            if not _try_flock(file) or not _try_flock_folder(handle):
                 raise RunLockedError(self._taken_message(file))
-            file.truncate(0)
-            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-            file.flush()
-        except BaseException:
+            self._write_holder(file)
+        except BaseException as error:
             file.close()
+            if handle is not None:
+                os.close(handle)
+            if isinstance(error, OSError):
+                raise ConfigError(f"{self.folder} cannot be written to: {error}") from error
             raise
-        self._file = file
+        self._file, self._folder_handle = file, handle
         _held.add(self)
         return self
+
+    def _open(self) -> IO[bytes]:
+        # Mode "a" keeps the holder's name. The file stays open while the lock is held.
+        return open(self.path, "a+b")
+
+    @staticmethod
+    def _write_holder(file: IO[bytes]) -> None:
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        file.flush()
 
     def release(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
             _held.discard(self)
+        if self._folder_handle is not None:
+            os.close(self._folder_handle)
+            self._folder_handle = None
+
+    def check(self) -> None:
+        """Raise RunFolderLostError if the folder at this path is not the locked one any more.
+
+        A lock file that was deleted is written again, if no other process has locked the folder since.
+        """
+        if self._file is None:
+            return
+        if self._folder_handle is not None:
+            if not _same_file(self._folder_handle, self.folder):
+                raise self._lost(self._folder_handle, "")
+            if _same_file(self._file.fileno(), self.path):
+                return
+        elif _same_file(self._file.fileno(), self.path):
+            return
+        elif not self.folder.is_dir() or self.path.exists():
+            raise self._lost(self._file.fileno(), LOCK_NAME)
+        self._renew()
+
+    def _renew(self) -> None:
+        try:
+            file = self._open()
+        except OSError:  # a full disk; the lock on the folder remains
+            return
+        if not _try_flock(file):
+            file.close()
+            raise RunFolderLostError(
+                f"{self.path} was deleted while this run was going on, and another process has taken the folder: "
+                "this run ends without writing to it"
+            )
+        with contextlib.suppress(OSError):
+            self._write_holder(file)
+        assert self._file is not None
+        self._file.close()
+        self._file = file
+
+    def _lost(self, handle: int, below: str) -> RunFolderLostError:
+        """Return the error, with the new path of the folder if the system knows it."""
+        with contextlib.suppress(OSError):
+            now = os.readlink(f"/proc/self/fd/{handle}").removesuffix(f"/{below}")  # Linux only
+            if os.path.isdir(now) and _same_file(handle, Path(now) / below):
+                return RunFolderLostError(
+                    f"{self.folder} was moved to {now} while this run was going on", Path(now)
+                )
+        what = "replaced by another folder" if self.folder.exists() else "moved or deleted"
+        return RunFolderLostError(
+            f"{self.folder} was {what} while this run was going on: this run ends without writing to it"
+        )
 
     @property
     def held(self) -> bool:
@@ -217,6 +311,35 @@ def _try_flock(file: IO[bytes]) -> bool:
             stacklevel=3,
         )
     return True
+
+
+def _open_folder(folder: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    return None
+
+
+def _try_flock_folder(handle: int | None) -> bool:
+    """Lock a folder; False if another process holds it. Some file systems cannot: then it is not locked."""
+    if handle is None:
+        return True
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    """Return whether an open file or folder is the one that `path` names."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except OSError:
+        return False
 
 
 def _close_in_child() -> None:

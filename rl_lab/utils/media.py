@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import signal
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from rl_lab.errors import LabError
-from rl_lab.utils.files import write_atomic
+from rl_lab.utils.files import make_folder, write_atomic
 
+ENCODER_TIMEOUT_S = 60.0  # an encoder that has not ended by then is killed, and the video becomes a GIF
+_hung: set[Path] = set()  # folders for which an encoder did not end
 SMALLEST_SIDE = 256  # pixels; smaller frames are enlarged in video files, by integer factors
 
 
@@ -88,28 +94,55 @@ def _enlarged(frames: np.ndarray) -> np.ndarray:
 
 
 def _save_mp4(target: Path, frames: np.ndarray, fps: float) -> Path:
+    """Write an mp4 with ffmpeg; RuntimeError if it fails or does not end within `ENCODER_TIMEOUT_S`."""
     import imageio_ffmpeg
 
+    if target.parent in _hung:  # once is enough: every further video would wait as long
+        raise RuntimeError("ffmpeg did not end before")
     odd = [(0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)]
-    frames = np.pad(frames, odd, mode="edge")  # the default pixel format needs even sides
-    target.parent.mkdir(parents=True, exist_ok=True)
+    frames = np.ascontiguousarray(np.pad(frames, odd, mode="edge"))  # the pixel format needs even sides
+    make_folder(target.parent)
     temporary = target.with_name(f".{target.name}.tmp")
-    writer = imageio_ffmpeg.write_frames(
-        str(temporary),
-        (frames.shape[2], frames.shape[1]),
-        fps=fps,
-        quality=7,
-        macro_block_size=1,
-        ffmpeg_log_level="error",
-        output_params=["-f", "mp4"],  # the temporary name has no .mp4 suffix
-    )
+    command = [
+        *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error"),
+        *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{frames.shape[2]}x{frames.shape[1]}"),
+        *("-r", f"{fps:.3f}", "-i", "-", "-an", "-pix_fmt", "yuv420p", "-crf", "15"),
+        *("-f", "mp4", str(temporary)),  # the temporary name has no .mp4 suffix
+    ]
     try:
-        writer.send(None)
-        for frame in frames:
-            writer.send(np.ascontiguousarray(frame))
-        writer.close()
+        # A session of its own: what the encoder has started can be ended with it, and Ctrl-C does not reach it.
+        encoder = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            data: Any = memoryview(frames.data).cast("B")
+            _, said = encoder.communicate(data, timeout=ENCODER_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            _hung.add(target.parent)
+            raise RuntimeError(f"ffmpeg did not end within {ENCODER_TIMEOUT_S:g} s") from None
+        finally:
+            _end(encoder)
+        if encoder.returncode != 0:
+            raise RuntimeError(f"ffmpeg: {said.decode(errors='replace').strip() or encoder.returncode}")
         temporary.replace(target)
     finally:
-        writer.close()
         temporary.unlink(missing_ok=True)
     return target
+
+
+def _end(encoder: subprocess.Popen[bytes]) -> None:
+    """Kill an encoder that is still running, with the processes that it started."""
+    if encoder.poll() is None:
+        try:
+            os.killpg(encoder.pid, signal.SIGKILL)
+        except (AttributeError, OSError):  # no process groups on this system, or it has just ended
+            encoder.kill()
+        encoder.wait()
+    for stream in (encoder.stdin, encoder.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # what was not written yet
+                stream.close()

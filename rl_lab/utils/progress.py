@@ -38,7 +38,8 @@ class Progress:
             raise ConfigError(f"logging.progress cannot be '{mode}'.{closest(mode, get_args(Mode))}")
         self._stream = stream
         if mode == "auto":
-            mode = "live" if (stream or sys.stdout).isatty() else "plain"
+            output = stream or sys.stdout  # None if it was closed before this process started
+            mode = "live" if output is not None and output.isatty() else "plain"
         self.mode = mode
         self.title = title
         self._values: dict[str, Any] = {}

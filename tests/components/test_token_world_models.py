@@ -228,6 +228,8 @@ def test_world_model_error_messages():
         FrameTokenModel(SPEC, Marker, dim=8, tokens=4, vocab=8, blocks=2, reward="tow_hot")
     with pytest.raises(ConfigError, match="'token'"):
         FrameTokenModel(SPEC, Marker, dim=8, tokens=4, vocab=8, blocks=2, weights={"token": 1.0})
-    continuous = Spec("x", SPEC.observations, ActionSpec("continuous", (2,)))
-    with pytest.raises(ConfigError, match="continuous actions"):
-        FrameTokenModel(continuous, Marker, dim=8, tokens=4, vocab=8, blocks=2)
+    several = Spec("x", SPEC.observations, ActionSpec("multi_discrete", (2,), (2, 2)))
+    with pytest.raises(ConfigError, match="multi_discrete actions"):
+        FrameTokenModel(several, Marker, dim=8, tokens=4, vocab=8, blocks=2)
+    with pytest.raises(ConfigError, match=r"world_model\.code must be the width"):
+        FrameTokenModel(SPEC, Marker, dim=8, tokens=4, vocab=0, blocks=2)

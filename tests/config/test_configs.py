@@ -13,9 +13,12 @@ from rl_lab.environments.make import suites
 from rl_lab.errors import MissingPackageError
 
 SLOW = {"dreamer_memory_maze"}  # the simulator takes minutes to draw even a dry run
+# They need a file, and run in tests/workflows/test_iris_presets.py.
+NEED_FILES = {"iris_gpt2_frozen", "iris_pretrained_tokenizer"}
 EXPERIMENTS = [
     pytest.param(name, marks=pytest.mark.learning) if name in SLOW else name
     for name in known_choices("experiment")
+    if name not in NEED_FILES
 ]
 OWN = {  # presets for any task: words, and the name that the task gives them
     "dreamer_gym": (["environment.task=Acrobot-v1"], "dreamer_Acrobot-v1"),

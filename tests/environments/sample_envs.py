@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -380,3 +381,38 @@ class Exits(Base):
     def close(self):
         if self.where == "close" and self.count:
             sys.exit(1)
+
+
+class BadRender(Base):
+    """Its render() fails in the way `render`: it raises, or returns no frame or one of another type or shape."""
+
+    def __init__(self, render_mode=None, render="raise", length=4):
+        super().__init__(render_mode)
+        self.how, self.length = render, length
+
+    def step(self, action):
+        obs, reward, _, _, info = super().step(action)
+        return obs, reward, False, self.count >= self.length, info
+
+    def render(self):
+        if self.how == "raise":
+            raise RuntimeError("render fails")
+        if self.how == "exit":
+            os._exit(3)
+        frames = {"none": None, "float": np.zeros((8, 8, 3), np.float32)}
+        return frames.get(self.how, np.zeros((8 + self.count, 8, 3), np.uint8))
+
+
+class Hangs(Base):
+    """Never returns from step number `at`: `how` is a sleep, or a C function that keeps the interpreter's lock."""
+
+    def __init__(self, render_mode=None, at=3, how="sleep"):
+        super().__init__(render_mode)
+        self.at, self.how = at, how
+
+    def step(self, action):
+        if self.count == self.at and self.how == "sleep":
+            time.sleep(10_000)
+        elif self.count == self.at:
+            ctypes.PyDLL(None).sleep(10_000)
+        return super().step(action)

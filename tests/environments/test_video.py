@@ -57,15 +57,28 @@ def test_video_length_and_size_are_bounded(tmp_path, monkeypatch):
         assert videos(tmp_path) == {"episode_000000000": 4}
 
 
-def test_write_error_warns_once(tmp_path):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_failure_is_reported_and_the_episode_goes_on(tmp_path, workers):
     (tmp_path / "file").write_text("in the way")
-    with make_env(
-        "dummy/count", 1, workers=0, video_every=1, video_folder=tmp_path / "file", length=2
-    ) as env:
+    options = {"video_every": 1, "video_folder": tmp_path / "file", "length": 2}
+    with make_env("dummy/count", 1, workers=workers, **options) as env:
         env.reset()
-        with pytest.warns(UserWarning, match="the video cannot be written") as caught:
-            step(env, 9)
-        assert len([w for w in caught if "the video cannot be written" in str(w.message)]) == 1
+        assert env.take_side_failures() == []
+        step(env, 9)
+        failures = env.take_side_failures()
+        assert len(failures) == 3 and all("FileExistsError" in text for text in failures)
+        assert env.take_side_failures() == [] and env.restarts == 0
+
+
+@pytest.mark.parametrize("kind", ["raise", "none", "float", "shape"])
+def test_render_that_fails_does_not_end_the_episode(tmp_path, kind):
+    options = {"video_every": 1, "video_folder": tmp_path, "render": kind, "length": 4}
+    with make_env("tests.environments.sample_envs:BadRender", 1, workers=0, **options) as env:
+        env.reset()
+        step(env, 12)
+        failures = env.take_side_failures()
+        assert failures and "Traceback" in failures[0] and env.restarts == 0
+        assert not videos(tmp_path)
 
 
 @pytest.mark.parametrize(

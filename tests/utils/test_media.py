@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 
 from rl_lab.errors import LabError
+from rl_lab.utils import media
 from rl_lab.utils.media import gif, png, save_image, save_video, to_frames, to_image
 
 
@@ -71,11 +73,45 @@ def test_gif_without_ffmpeg(tmp_path, monkeypatch):
 def test_gif_when_ffmpeg_fails(tmp_path, monkeypatch):
     module = pytest.importorskip("imageio_ffmpeg")
 
-    def broken(*args, **kwargs):
+    def broken():
         raise RuntimeError("No ffmpeg exe could be found")
-        yield
 
-    monkeypatch.setattr(module, "write_frames", broken)
+    monkeypatch.setattr(module, "get_ffmpeg_exe", broken)
     with pytest.warns(UserWarning, match="No ffmpeg exe"):
         path = save_video(tmp_path / "clip", to_frames(moving()), fps=12)
     assert path.suffix == ".gif" and [p.name for p in tmp_path.iterdir()] == ["clip.gif"]
+
+
+HANGS = """#!/bin/sh
+sleep 1000 &
+echo $! > %s
+wait
+"""
+
+
+def test_encoder_that_hangs_is_ended(tmp_path, monkeypatch):
+    module = pytest.importorskip("imageio_ffmpeg")
+    script, note = tmp_path / "ffmpeg", tmp_path / "child"
+    script.write_text(HANGS % note)
+    script.chmod(0o755)
+    monkeypatch.setattr(module, "get_ffmpeg_exe", lambda: str(script))
+    monkeypatch.setattr(media, "ENCODER_TIMEOUT_S", 0.5)
+    large = np.zeros((40, 64, 64, 3), np.uint8)  # more than fits into the pipe
+    with pytest.warns(UserWarning, match=r"ffmpeg did not end within 0.5 s\)"):
+        assert save_video(tmp_path / "clips" / "a", large, fps=12).name == "a.gif"
+    child = int(note.read_text())
+    status = Path(f"/proc/{child}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text(), "what it started is ended, too"
+    with pytest.warns(UserWarning, match="did not end before"):  # the next video does not wait again
+        assert save_video(tmp_path / "clips" / "b", large, fps=12).name == "b.gif"
+    assert sorted(p.name for p in (tmp_path / "clips").iterdir()) == ["a.gif", "b.gif"]
+
+
+def test_message_of_the_encoder_is_shown(tmp_path, monkeypatch):
+    module = pytest.importorskip("imageio_ffmpeg")
+    script = tmp_path / "ffmpeg"
+    script.write_text("#!/bin/sh\necho no such codec >&2\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(module, "get_ffmpeg_exe", lambda: str(script))
+    with pytest.warns(UserWarning, match="ffmpeg: no such codec"):
+        assert save_video(tmp_path / "clips" / "a", to_frames(moving()), fps=12).suffix == ".gif"

@@ -24,7 +24,7 @@ from rl_lab.components.nn.transformer import init_token_network
 from rl_lab.components.nn.two_hot import SymlogTwoHot
 from rl_lab.components.representation_learners.delta_tokenizer import HALVE, WIDTHS, FrameEncoder, latent_side
 from rl_lab.components.representation_learners.tokenizer import (
-    action_count,
+    action_table,
     frame_key,
     frame_shape,
     to_frames,
@@ -92,6 +92,7 @@ class TokenWorldModel(nn.Module):
 
     backbone:      builds the sequence model: backbone(dim=…, length=…)
     tokens, vocab: number of tokens per frame and of different tokens, as in the tokenizer
+    code:          width of a token if vocab is 0: tokens are then vectors, which are predicted by regression
     blocks:        maximum context in steps
     reward:        "sign" (3 classes) or "two_hot" (`bins` over symlog ±limit)
     weights:       of the losses tokens, reward and end
@@ -109,6 +110,7 @@ class TokenWorldModel(nn.Module):
         tokens: int,
         vocab: int,
         blocks: int,
+        code: int = 0,
         reward: str = "sign",
         bins: int = 255,
         limit: float = 20.0,
@@ -123,22 +125,30 @@ class TokenWorldModel(nn.Module):
                 raise ConfigError(
                     f"algorithm.loss_weights has an unknown key '{name}'.{closest(name, LOSSES)}"
                 )
-        self.key, self.actions = frame_key(spec), action_count(spec)
-        self.dim, self.tokens, self.vocab, self.blocks = dim, tokens, vocab, blocks
-        self.block = tokens + self.extra
+        if (vocab == 0) != (code > 0):
+            raise ConfigError(
+                "components.world_model.code must be the width of a code if vocab is 0 (no quantizer), and 0 otherwise"
+            )
+        self.key, self.spec = frame_key(spec), spec
+        self.dim, self.tokens, self.vocab, self.blocks, self.code = dim, tokens, vocab, blocks, code
+        self.block = self.block_size(tokens)
         self.length = blocks * self.block
         self.backbone = backbone(dim=dim, length=self.length)
-        self.token_table = nn.Embedding(vocab, dim)
-        self.action_table = nn.Embedding(self.actions, dim)
+        self.token_table = nn.Embedding(vocab, dim) if vocab else nn.Linear(code, dim)
+        self.action_table = action_table(spec, dim)
         self.place_table = nn.Embedding(self.length, dim)
         self.reward = make_reward(reward, bins, limit)
-        self.token_head = TokenHead(dim, vocab)
+        self.token_head = TokenHead(dim, vocab or code)
         self.reward_head = TokenHead(dim, self.reward.width)
         self.end_head = TokenHead(dim, 2)
         for part in self.children():
             if part is not self.backbone:  # its weights may be loaded
                 init_token_network(part)
         exempt_from_decay(self)
+
+    def block_size(self, tokens: int) -> int:
+        """Positions of one step."""
+        return tokens + self.extra
 
     @property
     def seeds(self) -> int:
@@ -161,7 +171,7 @@ class TokenWorldModel(nn.Module):
     def losses(
         self,
         hidden: torch.Tensor,  # (B, N, dim) at positions that predict a token
-        tokens: torch.Tensor,  # (B, N) targets
+        tokens: torch.Tensor,  # (B, N) targets, or (B, N, code)
         token_mask: torch.Tensor,  # (B, N) bool
         at_action: torch.Tensor,  # (B, L, dim)
         reward: torch.Tensor,  # (B, L) after the action
@@ -169,7 +179,7 @@ class TokenWorldModel(nn.Module):
         mask: torch.Tensor,  # (B, L) bool: the action is not padding
     ) -> tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]:
         logits = self.token_head(hidden)
-        token_loss = _cross_entropy(logits, tokens)
+        token_loss = _cross_entropy(logits, tokens) if self.vocab else _vector_error(logits, tokens)
         end_loss = _cross_entropy(self.end_head(at_action), end.long())
         means = {
             "tokens": masked_mean(token_loss, token_mask),
@@ -177,13 +187,16 @@ class TokenWorldModel(nn.Module):
             "end": masked_mean(end_loss, mask),
         }
         with torch.no_grad():
-            right = (logits.argmax(-1) == tokens).float()
-            metrics = {
-                "token_accuracy": masked_mean(right, token_mask),
+            metrics = {} if self.code else {"token_accuracy": self._accuracy(logits, tokens, token_mask)}
+            metrics |= {
                 "real_steps": mask.float().mean(),
                 "reward_share": reward_share(reward, mask),
             }
         return LossWithIntermediateLosses.of(**{k: v * self.weights[k] for k, v in means.items()}), metrics
+
+    @staticmethod
+    def _accuracy(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return masked_mean((logits.argmax(-1) == tokens).float(), mask)
 
     # ---------------------------------------------------------------- imagination
 
@@ -245,7 +258,10 @@ class TokenWorldModel(nn.Module):
         return SideStream(self.outcome, at_action, noise, fast=self.fast, device=at_action.device)
 
     def draw_token(self, hidden: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """(B, dim), (B,) uniform -> sampled tokens (B,)."""
+        """(B, dim), (B,) uniform -> sampled tokens (B,), or their predicted means (B, code)."""
+        if self.code:
+            mean: torch.Tensor = self.token_head(hidden)
+            return mean.float().clamp(-1.0, 1.0)
         return sample_logits(self.token_head(hidden), noise, fast=self.fast)
 
     def draw_tokens(
@@ -260,6 +276,11 @@ class TokenWorldModel(nn.Module):
             outputs, state = self.feed(self.token_table(drawn[-1]).unsqueeze(1), state)
             drawn.append(self.draw_token(outputs[:, -1], noise[:, n]))
         return drawn, state
+
+
+def _vector_error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """(B, N, D), (B, N, D) -> squared errors (B, N), float32."""
+    return (prediction.float() - target.float()).square().mean(-1)
 
 
 def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -309,7 +330,7 @@ class FrameTokenModel(TokenWorldModel):
         at_action = hidden[:, :, k]
         inside = hidden[:, :, : k - 1].flatten(1, 2)
         predicting = torch.cat([inside, at_action[:, :-1]], 1)
-        targets = torch.cat([tokens[:, :, 1:].flatten(1), tokens[:, 1:, 0]], 1)
+        targets = torch.cat([tokens[:, :, 1:].flatten(1, 2), tokens[:, 1:, 0]], 1)
         mask = torch.cat([here.unsqueeze(2).expand(-1, -1, k - 1).flatten(1), taken[:, :-1]], 1)
         return self.losses(
             predicting, targets, mask, at_action, batch.reward[:, 1:], batch.terminated[:, 1:], taken
@@ -342,6 +363,85 @@ class FrameTokenModel(TokenWorldModel):
         drawn, state = self.draw_tokens(hidden[:, -1], state, noise[:, 2:])
         frame = tokenizer.decode(torch.stack(drawn, 1))
         return {**state, "frame": frame, "pending": drawn[-1]}, outcome.join()
+
+
+class FrameAtOnceModel(TokenWorldModel):
+    """As `FrameTokenModel`, but one position per step: all tokens of the next frame are predicted together.
+
+    block t:    the frame's tokens and the action, in one embedding
+    predicts:   all tokens of the next frame, independently of each other given the past; reward and end
+
+    A sequence is `tokens + 1` times shorter, and one imagined step is one call of the backbone. The price:
+    tokens are sampled independently, so parts of a frame that depend on each other may not fit together.
+
+    State of a rollout: `frame`, decoded, and `pending`, its tokens, which are read together with the action.
+    """
+
+    context = 1
+
+    def __init__(self, spec: Spec, backbone: Callable[..., Any], **options: Any) -> None:
+        super().__init__(spec, backbone, **options)
+        self.frame_layer = nn.Linear(self.tokens * self.dim, self.dim)
+        self.slot_table = nn.Embedding(self.tokens, self.dim)
+        for part in (self.frame_layer, self.slot_table):
+            init_token_network(part)
+        exempt_from_decay(self)
+
+    def block_size(self, tokens: int) -> int:
+        return 1
+
+    def compute_loss(
+        self, batch: Batch, tokenizer: Any, noise: torch.Tensor | None = None
+    ) -> tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]:
+        """batch: (B, L + 1) rows, L blocks and the row after the last. noise: seeds of the dropout."""
+        with torch.no_grad():
+            frames = to_frames(batch.obs[self.key].flatten(0, 1))
+            tokens = tokenizer.encode(frames).unflatten(0, batch.reward.shape)
+        hidden = self.read(self.embed(tokens[:, :-1], batch.action[:, :-1]).unsqueeze(2), noise).squeeze(2)
+        real = torch.ones_like(batch.is_first) if batch.mask is None else batch.mask
+        taken = real[:, :-1] & real[:, 1:]
+        return self.losses(
+            self.slots(hidden).flatten(1, 2),
+            tokens[:, 1:].flatten(1, 2),
+            taken.unsqueeze(2).expand(-1, -1, self.tokens).flatten(1),
+            hidden,
+            batch.reward[:, 1:],
+            batch.terminated[:, 1:],
+            taken,
+        )
+
+    def embed(self, tokens: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """(…, K), (…) -> (…, dim)."""
+        parts = self.token_table(tokens).flatten(-2)  # (…, K · dim)
+        return self.frame_layer(parts) + self.action_table(action)
+
+    def slots(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(…, dim) -> (…, K, dim): what each token is predicted from."""
+        return hidden.unsqueeze(-2) + self.slot_table.weight
+
+    # ---------------------------------------------------------------- imagination
+
+    def begin(
+        self, tokenizer: Any, frames: torch.Tensor, action: torch.Tensor, frame: torch.Tensor | None = None
+    ) -> State:
+        """Start from the last of frames (B, T, C, H, W). frame: its reconstruction, if already computed."""
+        tokens = tokenizer.encode(frames[:, -1])
+        decoded = tokenizer.decode(tokens) if frame is None else frame
+        return {**self.empty(len(tokens)), "frame": decoded, "pending": tokens}
+
+    def advance(
+        self,
+        tokenizer: Any,
+        state: State,
+        action: torch.Tensor,
+        noise: torch.Tensor,
+        features: Callable[[], torch.Tensor | None] | None = None,
+    ) -> tuple[State, Outcome]:
+        hidden, state = self.feed(self.embed(state["pending"], action).unsqueeze(1), state)
+        outcome = self.begin_outcome(hidden[:, -1], noise[:, :2])
+        drawn = self.draw_token(self.slots(hidden[:, -1]).flatten(0, 1), noise[:, 2:].flatten())
+        tokens = drawn.unflatten(0, (len(action), self.tokens))
+        return {**state, "frame": tokenizer.decode(tokens), "pending": tokens}, outcome.join()
 
 
 # --- Δ-IRIS ---
@@ -399,7 +499,7 @@ class DeltaTokenModel(TokenWorldModel):
         frames, action = to_frames(batch.obs[self.key]), batch.action[:, :-1]
         with torch.no_grad():
             tokens = self._changes(tokenizer, frames, action)
-        images = self.encode_frames(frames[:, :-1].flatten(0, 1)).unflatten(0, action.shape)
+        images = self.encode_frames(frames[:, :-1].flatten(0, 1)).unflatten(0, action.shape[:2])
         hidden = self.read(self.embed(images, action, tokens), noise)
         return self.losses_of(hidden, tokens, batch)
 
@@ -410,10 +510,10 @@ class DeltaTokenModel(TokenWorldModel):
         real = torch.ones_like(batch.is_first) if batch.mask is None else batch.mask
         taken = real[:, :-1] & real[:, 1:]
         predicting = hidden[:, :, 1 : 1 + self.tokens].flatten(1, 2)
-        mask = taken.unsqueeze(2).expand(tokens.shape).flatten(1)
+        mask = taken.unsqueeze(2).expand(tokens.shape[:3]).flatten(1)
         return self.losses(
             predicting,
-            tokens.flatten(1),
+            tokens.flatten(1, 2),
             mask,
             hidden[:, :, 1],
             batch.reward[:, 1:],
@@ -429,7 +529,7 @@ class DeltaTokenModel(TokenWorldModel):
     def _changes(self, tokenizer: Any, frames: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """(B, T + 1, C, H, W), (B, T) -> tokens (B, T, K)."""
         before, after = frames[:, :-1].flatten(0, 1), frames[:, 1:].flatten(0, 1)
-        return tokenizer.encode(after, before, action.flatten()).unflatten(0, action.shape)
+        return tokenizer.encode(after, before, action.flatten(0, 1)).unflatten(0, action.shape[:2])
 
     # ---------------------------------------------------------------- imagination
 

@@ -1,12 +1,14 @@
-"""Quantizers, which map vectors to discrete codes: VQ (IRIS), EMA codebook (Δ-IRIS), FSQ (`protocols.Quantizer`).
+"""Quantizers, which map vectors to discrete codes: VQ (IRIS), EMA codebook (Δ-IRIS), FSQ, LFQ, residual VQ, none.
 
-Distances are float32 under autocast too: rounding to bfloat16 would change which code is nearest.
+All have the methods of `protocols.Quantizer`. Distances are float32 under autocast too: rounding to bfloat16
+would change which code is nearest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -215,3 +217,146 @@ class FSQ(nn.Module):
         self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
     ) -> None:
         """Nothing to do: there is no codebook."""
+
+
+class LFQ(nn.Module):
+    """Lookup-free quantization (Yu et al. 2023): each dimension is replaced by its sign, -1 or 1.
+
+    There are 2^dim codes and no codebook. Each vector should be near one code, and all codes should be used:
+    entropy_weight × (mean entropy of the codes of a vector - entropy of the codes of the batch), in nats,
+    where a code's probability is the softmax of 2 · vector · code / temperature.
+
+    Values of lucidrains/vector-quantize-pytorch 1.32.0 lookup_free_quantization.py: entropy_weight 0.1,
+    temperature 0.01. commitment: weight of the squared distance to the code.
+    """
+
+    signs: torch.Tensor  # (vocab, dim), -1 or 1
+    basis: torch.Tensor
+
+    def __init__(
+        self,
+        *,
+        dim: int = 9,
+        entropy_weight: float = 0.1,
+        commitment: float = 0.25,
+        temperature: float = 0.01,
+    ) -> None:
+        super().__init__()
+        if not 1 <= dim <= 16:
+            raise ConfigError(f"LFQ dim={dim} must be 1 to 16: it has 2^dim codes")
+        self.vocab, self.dim = 2**dim, dim
+        self.entropy_weight, self.commitment, self.temperature = entropy_weight, commitment, temperature
+        basis = 2 ** torch.arange(dim)
+        bits = (torch.arange(self.vocab).unsqueeze(-1) // basis) % 2
+        self.register_buffer("basis", basis, persistent=False)
+        self.register_buffer("signs", bits.float() * 2.0 - 1.0, persistent=False)
+
+    def noise_size(self, vectors: int) -> int:
+        return 0
+
+    def forward(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
+        with torch.autocast(vectors.device.type, enabled=False):
+            vectors = vectors.float()
+            positive = vectors > 0.0
+            tokens = (positive.long() * self.basis).sum(-1)
+            codes = positive.float() * 2.0 - 1.0
+            loss = self.commitment * (vectors - codes).square().mean(-1)
+            if self.entropy_weight:
+                loss = loss + self.entropy_weight * self._entropy_gap(vectors, mask)
+            metrics = {"code_bits": entropy_bits(code_shares(tokens, self.vocab, mask)[1])}
+            return Quantized(straight_through(vectors, codes), tokens, loss, metrics)
+
+    def _entropy_gap(self, vectors: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """(M, D) -> (M,): entropy of each vector's codes, minus the entropy of the batch's codes."""
+        log_shares = (2.0 / self.temperature * vectors @ self.signs.t()).log_softmax(-1)
+        shares = log_shares.exp()
+        each = -(shares * log_shares).sum(-1)
+        if mask is None:
+            mean = shares.mean(0)
+        else:
+            weight = mask.to(shares.dtype)
+            mean = weight @ shares / weight.sum().clamp(min=1.0)
+        return each + (mean * mean.clamp(min=1e-10).log()).sum()
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.signs[tokens]
+
+    def learn(
+        self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
+    ) -> None:
+        """Nothing to do: there is no codebook."""
+
+
+class ResidualVQ(nn.Module):
+    """Residual quantization: each stage quantizes what the stages before left over (Zeghidour et al. 2021).
+
+    The codes of all stages are one token, so `codes`^`stages` different tokens: 32 codes and 2 stages make
+    1024. The vector is the sum of its stages' codes; the loss is the sum of theirs.
+    """
+
+    def __init__(self, *, codes: int = 32, stages: int = 2, dim: int, commitment: float = 1.0) -> None:
+        super().__init__()
+        if stages < 1:
+            raise ConfigError(f"ResidualVQ stages={stages} must be at least 1")
+        self.vocab, self.dim, self.codes = codes**stages, dim, codes
+        self.stages: Any = nn.ModuleList(
+            VectorQuantizer(vocab=codes, dim=dim, commitment=commitment) for _ in range(stages)
+        )
+
+    def noise_size(self, vectors: int) -> int:
+        return 0
+
+    def forward(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
+        with torch.autocast(vectors.device.type, enabled=False):
+            rest = vectors = vectors.float()
+            total = torch.zeros_like(vectors)
+            tokens = torch.zeros_like(vectors[:, 0], dtype=torch.int64)
+            loss = torch.zeros_like(vectors[:, 0])
+            for number, stage in enumerate(self.stages):
+                found = stage(rest, mask)
+                codes = stage.embed(found.tokens).detach()
+                tokens = tokens + found.tokens * self.codes**number
+                loss, total, rest = loss + found.loss, total + codes, rest - codes
+            metrics = {"code_bits": entropy_bits(code_shares(tokens, self.vocab, mask)[1])}
+            return Quantized(straight_through(vectors, total), tokens, loss, metrics)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        parts: list[torch.Tensor] = [
+            stage.embed((tokens // self.codes**number) % self.codes)
+            for number, stage in enumerate(self.stages)
+        ]
+        return torch.stack(parts).sum(0)
+
+    def learn(
+        self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
+    ) -> None:
+        """Nothing to do: the codes are trained by gradients."""
+
+
+class Continuous(nn.Module):
+    """No quantizer, as a control: vectors are only limited to (-1, 1) by tanh.
+
+    `vocab` is 0, and a "token" is the vector itself: `Quantized.tokens` and the tokens of the tokenizer are
+    float (…, dim). A world model predicts them by regression (`TokenWorldModel(vocab=0, code=dim)`).
+    """
+
+    vocab = 0
+
+    def __init__(self, *, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def noise_size(self, vectors: int) -> int:
+        return 0
+
+    def forward(self, vectors: torch.Tensor, mask: torch.Tensor | None = None) -> Quantized:
+        limited = torch.tanh(vectors.float())
+        return Quantized(limited, limited, torch.zeros_like(limited[:, 0]))
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    def learn(
+        self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
+    ) -> None:
+        """Nothing to do: there are no codes."""

@@ -6,7 +6,7 @@ determine. Widths and depths are from the paper.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from rl_lab.components.nn.losses import (
 )
 from rl_lab.components.nn.optim import exempt_from_decay
 from rl_lab.components.nn.residual_conv import Downsample, ImageNorm, ImageSequential, ResidualConv, Upsample
+from rl_lab.components.nn.return_critic import ReturnCritic
 from rl_lab.components.nn.transformer import init_token_network
 from rl_lab.components.representation_learners.tokenizer import (
-    action_count,
+    action_table,
     frame_key,
     frame_shape,
     rounded,
@@ -98,6 +99,7 @@ class DeltaTokenizer(nn.Module):
     width, latent:             of encoder and decoder
     frame_width, frame_latent: of the network that encodes the previous frame for the decoder
     action_channels:           channels of the action in the decoder's input
+    critic:                    builds a critic on the codes of a change (nn/return_critic.py); None: none
     """
 
     contextual = True
@@ -116,10 +118,11 @@ class DeltaTokenizer(nn.Module):
         action_channels: int = 4,
         widths: Sequence[int] = WIDTHS,
         halve: Sequence[bool] = HALVE,
+        critic: Callable[[int], ReturnCritic] | None = None,
     ) -> None:
         super().__init__()
         self.channels, self.side = frame_shape(spec)
-        self.key, actions = frame_key(spec), action_count(spec)
+        self.key = frame_key(spec)
         self.grid, self.tokens_side = latent_side(self.side, halve), tokens_side
         if self.grid < 1 or self.grid % tokens_side:
             raise ConfigError(
@@ -133,8 +136,9 @@ class DeltaTokenizer(nn.Module):
         self.frame_net = FrameEncoder(channels=self.channels, latent=frame_latent, width=frame_width, **net)
         inputs = frame_latent + action_channels + latent
         self.decoder = FrameDecoder(channels=self.channels, latent=inputs, width=width, **net)
-        self.action_plane = nn.Embedding(actions, self.side**2)
-        self.action_grid = nn.Embedding(actions, action_channels * self.grid**2)
+        self.action_channels = action_channels
+        self.action_plane = action_table(spec, self.side**2)
+        self.action_grid = action_table(spec, action_channels * self.grid**2)
         patch_width = latent * self.patch**2
         self.before, self.after = nn.Linear(patch_width, quantizer.dim), nn.Linear(quantizer.dim, patch_width)
         for part in (self.action_plane, self.action_grid, self.before, self.after):
@@ -142,7 +146,13 @@ class DeltaTokenizer(nn.Module):
         self.quantizer = quantizer
         check_image_side(losses, self.side)
         self.losses = nn.ModuleDict(losses)
+        self.critic = None if critic is None else critic(self.num_tokens * quantizer.dim)
         exempt_from_decay(self)
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of a sequence that `compute_loss` needs."""
+        return 2 if self.critic is None else 2 + self.critic.horizon
 
     def noise_size(self, sequences: int, rows: int) -> int:
         return self.quantizer.noise_size(sequences * (rows - 1) * self.num_tokens)
@@ -162,9 +172,7 @@ class DeltaTokenizer(nn.Module):
         n, p = self.tokens_side, self.patch
         patches = self.after(vectors).unflatten(2, (-1, p, p)).unflatten(1, (n, n))  # (M, n, n, latent, p, p)
         grid = patches.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
-        planes = self.action_grid(action).view(
-            -1, self.action_grid.embedding_dim // self.grid**2, self.grid, self.grid
-        )
+        planes = self.action_grid(action).view(-1, self.action_channels, self.grid, self.grid)
         return self.decoder(
             torch.cat([features, planes.to(features.dtype), grid.to(features.dtype)], 1)
         ).float()
@@ -173,8 +181,8 @@ class DeltaTokenizer(nn.Module):
         self, frame: torch.Tensor, previous: torch.Tensor | None = None, action: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert previous is not None and action is not None
-        vectors = self._vectors(frame, previous, action)
-        return self.quantizer(vectors).tokens.unflatten(0, (-1, self.num_tokens))
+        tokens: torch.Tensor = self.quantizer(self._vectors(frame, previous, action)).tokens
+        return tokens.unflatten(0, (-1, self.num_tokens))
 
     def frame_features(self, frame: torch.Tensor) -> torch.Tensor:
         return self.frame_net(frame)
@@ -200,19 +208,20 @@ class DeltaTokenizer(nn.Module):
         """Loss over pairs of consecutive valid rows (B, T). noise: (…, noise_size) uniform, for `learn`."""
         frames = to_frames(batch.obs[self.key])
         previous, following = frames[:, :-1].flatten(0, 1), frames[:, 1:].flatten(0, 1)
-        action = batch.action[:, :-1].flatten()
-        mask = (
-            (batch.mask[:, :-1] & batch.mask[:, 1:]).flatten()
-            if batch.mask is not None
-            else torch.ones_like(action, dtype=torch.bool)
-        )
+        action = batch.action[:, :-1].flatten(0, 1)
+        real = torch.ones_like(batch.is_first) if batch.mask is None else batch.mask
+        pairs = real[:, :-1] & real[:, 1:]
+        mask = pairs.flatten()
         token_mask = mask.repeat_interleave(self.num_tokens)
         vectors = self._vectors(following, previous, action)
         quantized = self.quantizer(vectors, token_mask)
         codes = quantized.vectors.unflatten(0, (-1, self.num_tokens))
         reconstruction = self._reconstruct(codes, self.frame_features(previous), action)
-        losses = weighted_losses(self.losses, reconstruction, following, mask)
+        losses = weighted_losses(self.losses, reconstruction, following, mask, previous)
         losses["quantizer"] = masked_mean(quantized.loss, token_mask)
+        if self.critic is not None:
+            known = codes.flatten(1).unflatten(0, pairs.shape)
+            losses["return"] = self.critic.loss(known, batch.reward[:, 1:], batch.terminated[:, 1:], pairs)
         if learn and self.quantizer.noise_size(len(vectors)):
             assert noise is not None
             self.quantizer.learn(vectors.detach(), quantized.tokens, token_mask, noise.flatten())

@@ -5,7 +5,7 @@ Frames are float with pixels in [0, 1].
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch import nn
 from rl_lab.components.nn.losses import (
     LossWithIntermediateLosses,
     check_image_side,
+    frames_before,
     masked_mean,
+    needs_previous,
     weighted_losses,
 )
 from rl_lab.components.nn.optim import exempt_from_decay
@@ -26,6 +28,7 @@ from rl_lab.components.nn.residual_conv import (
     ResidualConv,
     Upsample,
 )
+from rl_lab.components.nn.return_critic import ReturnCritic
 from rl_lab.components.representation_learners.encoders import image_keys
 from rl_lab.errors import ConfigError
 from rl_lab.records import Batch, Spec
@@ -57,13 +60,29 @@ def frame_shape(spec: Spec) -> tuple[int, int]:
     return channels, height
 
 
-def action_count(spec: Spec) -> int:
-    if spec.action.kind != "discrete":
-        raise ConfigError(
-            f"{spec.name} has {spec.action.kind} actions, but a token world model has one token per action: "
-            "choose an environment with discrete actions"
-        )
-    return spec.action.choices[0]
+class ActionLayer(nn.Linear):
+    """Embedding of continuous actions (…, d), limited to [-1, 1] as the environment limits them -> (…, width)."""
+
+    def forward(self, action: torch.Tensor) -> torch.Tensor:
+        return super().forward(action.clamp(-1.0, 1.0))
+
+
+def action_table(spec: Spec, width: int) -> nn.Embedding | ActionLayer:
+    """Maps actions to vectors of `width`: a table for discrete ones, a linear layer for continuous ones."""
+    if spec.action.kind == "discrete":
+        return nn.Embedding(spec.action.choices[0], width)
+    if spec.action.kind == "continuous":
+        return ActionLayer(spec.action.size, width)
+    raise ConfigError(
+        f"{spec.name} has {spec.action.kind} actions, but a token world model embeds one discrete or one continuous "
+        "action: choose another environment"
+    )
+
+
+def no_action(spec: Spec, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Zeros in the format of stored actions, (*shape) or (*shape, d)."""
+    dtype = torch.float32 if spec.action.kind == "continuous" else torch.int64
+    return torch.zeros(*shape, *spec.action.shape, dtype=dtype, device=device)
 
 
 def to_frames(pixels: torch.Tensor) -> torch.Tensor:
@@ -166,6 +185,7 @@ class FrameTokenizer(nn.Module):
     quantizer: maps vectors to tokens; its `dim` may differ from `latent`
     losses:    reconstruction losses by name
     attention: resolutions with attention
+    critic:    builds a critic on the codes, `critic(features)` (nn/return_critic.py); None: there is none
     """
 
     contextual = False
@@ -180,6 +200,7 @@ class FrameTokenizer(nn.Module):
         levels: int = 5,
         latent: int = 512,
         attention: Sequence[int] = (16, 8),
+        critic: Callable[[int], ReturnCritic] | None = None,
     ) -> None:
         super().__init__()
         channels, side = frame_shape(spec)
@@ -197,7 +218,13 @@ class FrameTokenizer(nn.Module):
         self.quantizer = quantizer
         check_image_side(losses, side)
         self.losses = nn.ModuleDict(losses)
+        self.critic = None if critic is None else critic(self.num_tokens * quantizer.dim)
         exempt_from_decay(self)
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of a sequence that `compute_loss` needs."""
+        return max(1 + needs_previous(self.losses), 1 if self.critic is None else 1 + self.critic.horizon)
 
     def noise_size(self, sequences: int, rows: int) -> int:
         return self.quantizer.noise_size(sequences * rows * self.num_tokens)
@@ -215,7 +242,8 @@ class FrameTokenizer(nn.Module):
     def encode(
         self, frame: torch.Tensor, previous: torch.Tensor | None = None, action: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.quantizer(self._vectors(frame)).tokens.unflatten(0, (-1, self.num_tokens))
+        tokens: torch.Tensor = self.quantizer(self._vectors(frame)).tokens
+        return tokens.unflatten(0, (-1, self.num_tokens))
 
     def frame_features(self, frame: torch.Tensor) -> None:
         """None: the previous frame is not needed."""
@@ -243,11 +271,17 @@ class FrameTokenizer(nn.Module):
         vectors = self._vectors(frames)
         quantized = self.quantizer(vectors, token_mask)
         reconstruction = self._reconstruct(quantized.vectors.unflatten(0, (-1, self.num_tokens)))
-        losses = weighted_losses(self.losses, reconstruction, frames, mask)
+        previous = None
+        if needs_previous(self.losses):
+            previous = frames_before(frames.unflatten(0, batch.reward.shape), batch.mask).flatten(0, 1)
+        losses = weighted_losses(self.losses, reconstruction, frames, mask, previous)
         losses["quantizer"] = masked_mean(quantized.loss, token_mask)
+        if self.critic is not None:
+            codes = quantized.vectors.view(*batch.reward.shape, -1)
+            losses["return"] = self.critic.loss(codes, batch.reward, batch.terminated, batch.mask)
         if learn and self.quantizer.noise_size(len(vectors)):
             assert noise is not None
-            valid = torch.ones_like(quantized.tokens, dtype=torch.bool) if token_mask is None else token_mask
+            valid = torch.ones_like(vectors[:, 0], dtype=torch.bool) if token_mask is None else token_mask
             self.quantizer.learn(vectors.detach(), quantized.tokens, valid, noise.flatten())
         with torch.no_grad():
             error = masked_mean((reconstruction - frames).square(), mask)

@@ -12,7 +12,9 @@ The first three are truncated after `length` steps, or terminated at the third m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -223,11 +225,22 @@ class DictCue(CueEnv):
 
 
 class Count(gymnasium.Env):
-    """Observation and reward of step k are k (the reset is step 0); `length` steps per episode."""
+    """Observation and reward of step k are k (the reset is step 0); `length` steps per episode.
+
+    faults: for tests of a run, a folder. While it has the file `hang` a step does not return, and while it has
+            `raise` a reset raises
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (as in Gymnasium)
 
-    def __init__(self, length: int = 5, truncate: bool = False, render_mode: str | None = None) -> None:
+    def __init__(
+        self,
+        length: int = 5,
+        truncate: bool = False,
+        faults: str | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        self.faults = None if faults is None else Path(faults)
         self.length = length
         self.truncate = truncate
         self.render_mode = render_mode
@@ -240,9 +253,13 @@ class Count(gymnasium.Env):
     ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.count = 0
+        if self.faults is not None and (self.faults / "raise").exists():
+            raise RuntimeError("the reset fails while the file 'raise' exists")
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> StepResult:
+        while self.faults is not None and (self.faults / "hang").exists():
+            time.sleep(0.05)
         self.count += 1
         end = self.count >= self.length
         obs = np.full(1, self.count, np.float32)
@@ -278,5 +295,5 @@ def step_seconds(task: str) -> float:
 
 
 def make(task: str, *, render: bool = False, **options: Any) -> gymnasium.Env:
-    """options: `length`; for count `truncate`; for catch `cells` and `side`"""
+    """options: `length`; for count `truncate` and `faults`; for catch `cells` and `side`"""
     return TASKS[task](render_mode="rgb_array" if render else None, **options)

@@ -41,7 +41,7 @@ from rl_lab.utils.checkpoint.manifest import (
     write_manifest,
 )
 from rl_lab.utils.checkpoint.saveable import load_data, to_saveable
-from rl_lab.utils.files import crc32_of, free_bytes, remove_temporary, sync_folder, write_atomic
+from rl_lab.utils.files import crc32_of, free_bytes, make_folder, remove_temporary, sync_folder, write_atomic
 
 # --- Retention ---
 
@@ -305,7 +305,7 @@ class CheckpointManager:
         self._remove_leftovers()
         name = tag or f"step_{step:09d}"
         with self._as_checkpoint_error(step, "replay"):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             entries = {key: self._save_buffer(key, buffer) for key, buffer in (buffers or {}).items()}
             # Files of failed saves must not accumulate, above all on a full disk.
             delete_unused(self.folder, named_replay(self.folder, {"buffers": entries}), replay=tag is None)
@@ -330,7 +330,7 @@ class CheckpointManager:
 
     def _save_buffer(self, name: str, buffer: Buffer) -> dict[str, Any]:
         folder = self.folder / REPLAY_FOLDER / name
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         entry = buffer.checkpoint(folder)
         changed = self._changed_files(folder, entry)
         if changed:

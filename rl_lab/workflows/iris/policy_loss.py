@@ -46,6 +46,8 @@ class ImaginedPolicyLoss:
         slow: Any = None,  # moving average of the actor-critic, used for the targets if given
         entropy: torch.Tensor | None = None,  # 0-d: overrides the configured weight
     ) -> tuple[LossWithIntermediateLosses, dict[str, torch.Tensor]]:
+        if hasattr(world_model, "starts"):  # it has rows of its own
+            batch = world_model.starts(batch)
         frames = to_frames(batch.obs[tokenizer.key])
         real = torch.ones_like(batch.is_first) if batch.mask is None else batch.mask
         with torch.no_grad():

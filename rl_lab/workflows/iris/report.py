@@ -35,16 +35,23 @@ def iris_report(workflow: IrisActing, batch: Batch) -> dict[str, Any]:
         min=1.0
     )
     pair = torch.stack([_last_frames(truth, real), _last_frames(reconstruction, real)])  # (2, n, C, H, W)
+    shown = {
+        "reconstruction_error": float(error),
+        **_codes_used(tokens[real], workflow.tokenizer.vocab),
+        f"reconstruction/{key}": to_pixels(pair).permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2).cpu(),
+    }
+    if not getattr(workflow.world_model, "dreams", True):
+        return shown
     first = Batch({name: value[:EPISODES, :1] for name, value in batch.columns.items()})
     start = _first_real_row(batch, first)
     generator = torch.Generator(workflow.device).manual_seed(0)
     imagined = workflow.imagine(horizon=STEPS, batch=start, decode=True, generator=generator)
-    return {
-        "reconstruction_error": float(error),
-        "codes_used": float(len(torch.unique(tokens[real]))) / workflow.tokenizer.vocab,
-        f"reconstruction/{key}": to_pixels(pair).permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2).cpu(),
-        **imagined_report(imagined),
-    }
+    return {**shown, **imagined_report(imagined)}
+
+
+def _codes_used(tokens: torch.Tensor, vocab: int) -> dict[str, float]:
+    """The fraction of codes among tokens; without a quantizer there are none."""
+    return {"codes_used": float(len(torch.unique(tokens))) / vocab} if vocab else {}
 
 
 def _reconstructions(
@@ -62,7 +69,7 @@ def _reconstructions(
             tokens = tokenizer.encode(flat)
             reconstruction = tokenizer.decode(tokens)
         else:
-            action = batch.action[:SEQUENCES, :-1].flatten()
+            action = batch.action[:SEQUENCES, :-1].flatten(0, 1)
             before, flat = frames[:, :-1].flatten(0, 1), frames[:, 1:].flatten(0, 1)
             tokens = tokenizer.encode(flat, before, action)
             reconstruction = tokenizer.decode(tokens, before, action)

@@ -28,8 +28,8 @@ from rl_lab.components.nn.training_step import (
     keep_gradients,
     optimizer_step,
 )
-from rl_lab.components.representation_learners.tokenizer import to_frames, to_pixels
-from rl_lab.errors import ConfigError
+from rl_lab.components.representation_learners.tokenizer import no_action, to_frames, to_pixels
+from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import (
     OBS_PREFIX,
     ActMode,
@@ -91,20 +91,29 @@ class IrisActing(WorldModelWorkflow):
             # CUDA convolutions and the fused kernels are fastest with channels last.
             for part in (self.tokenizer, self.world_model, self.actor_critic):
                 part.to(memory_format=torch.channels_last)
-        self._check_fit()
+        self._check_fit(context)
 
-    def _check_fit(self) -> None:
+    def _check_fit(self, context: WorkflowContext) -> None:
         """Raise if tokenizer and world model disagree or imagination exceeds the world model's context."""
         tokenizer, model, s = self.tokenizer, self.world_model, self.settings
+        captures = self.device.type == "cuda" and context.config.training.capture
+        if captures and getattr(model, "on_host", False):
+            raise ConfigError("training.capture must be false: the host steps the real environment")
         for name, theirs, ours in (
             ("tokens", tokenizer.num_tokens, model.tokens),
             ("vocab", tokenizer.vocab, model.vocab),
+            ("code", 0 if tokenizer.vocab else tokenizer.quantizer.dim, getattr(model, "code", 0)),
         ):
             if theirs != ours:
                 raise ConfigError(
                     f"components.world_model.{name} is {ours}, but the tokenizer has {theirs}: "
                     f"set components.world_model.{name}={theirs}"
                 )
+        if s.tokenizer.batch_length < getattr(tokenizer, "least_rows", 1):
+            raise ConfigError(
+                f"algorithm.tokenizer.batch_length is {s.tokenizer.batch_length}, but a loss of the tokenizer compares "
+                f"{tokenizer.least_rows} rows: increase it"
+            )
         if s.world_model.batch_length > model.blocks:
             raise ConfigError(
                 f"algorithm.world_model.batch_length is {s.world_model.batch_length}, but the world model "
@@ -147,12 +156,14 @@ class IrisActing(WorldModelWorkflow):
         memory = self.actor_critic.observe(frames, memory)
         raw, policy = self.actor_critic.raw_policy(memory["h"]), self.actor_critic.policy
         if mode.sample:
-            noise = torch.rand(len(raw), *policy.noise_shape, generator=mode.generator, device=self.device)
+            draw = torch.rand if policy.noise_kind == "uniform" else torch.randn
+            noise = draw(len(raw), *policy.noise_shape, generator=mode.generator, device=self.device)
             action = policy.sample(raw, noise, mode.temperature)
         else:
             action = policy.mode(raw)
         if mode.epsilon > 0.0:
             explore = torch.rand(len(raw), generator=mode.generator, device=self.device) < mode.epsilon
+            explore = explore.view(-1, *[1] * (action.ndim - 1))
             action = torch.where(explore, self._random(len(raw), mode), action)
         return action, memory
 
@@ -173,6 +184,11 @@ class IrisActing(WorldModelWorkflow):
     @torch.no_grad()
     def dream_start(self, batch: Batch, *, generator: torch.Generator | None = None) -> PolicyState:
         """The policy memory in the state excludes the last row, because `dream_act` reads that row first."""
+        if not getattr(self.world_model, "dreams", True):
+            raise LabError(
+                "components.world_model is the real environment, which cannot start from stored rows: "
+                "choose another world model to dream"
+            )
         rows = min(
             batch.reward.shape[1], self.world_model.context or self.settings.actor_critic.batch_length + 1
         )
@@ -226,7 +242,7 @@ class IrisActing(WorldModelWorkflow):
 
     def _restart_memory(self, state: PolicyState, which: torch.Tensor) -> PolicyState:
         frame = state["frame"]
-        action = torch.zeros(len(frame), 1, dtype=torch.int64, device=self.device)
+        action = no_action(self.spec, (len(frame), 1), self.device)
         fresh = self.world_model.begin(self.tokenizer, frame.unsqueeze(1), action, frame)
         return {
             key: torch.where(which.view(-1, *[1] * (value.ndim - 1)), fresh[key].to(value.dtype), value)
@@ -250,11 +266,13 @@ class IrisWorkflow(IrisActing):
     def initialize(self, context: WorkflowContext) -> None:
         self._bind_context(context)
         s = self.settings
-        self.modules = {name: getattr(self, name) for name in PARTS}
-        self.optimizers = {name: context.optimizer(name) for name in PARTS}
+        # A part without weights to train (a frozen tokenizer, the real environment) has no optimizer and no hook.
+        parts = {name: getattr(self, name) for name in PARTS}
+        self.modules = {name: part for name, part in parts.items() if any(True for _ in part.parameters())}
+        self.optimizers = {name: context.optimizer(name) for name in self.modules}
         for name, module in self.modules.items():
             context.check_trained({name: module.parameters()}, {name: self.optimizers[name]}, name)
-        self.guards = {name: NonFiniteGuard().to(self.device) for name in PARTS}
+        self.guards = {name: NonFiniteGuard().to(self.device) for name in self.modules}
         self.average_gradients: AverageGradients = keep_gradients
         self.slow = SlowCopy(self.actor_critic).to(self.device) if s.target_rate > 0.0 else None
         self.policy_loss = ImaginedPolicyLoss(
@@ -279,7 +297,7 @@ class IrisWorkflow(IrisActing):
             "action": NoiseSpec((size, frames, *policy.noise_shape), policy.noise_kind),
             "model": NoiseSpec((size, frames - 1, self.world_model.step_noise)),
         }
-        return {
+        hooks = {
             "update_world_model": Hook(
                 self._world_model_step,
                 batch=self._batch("world_model", extra_rows=1),
@@ -302,6 +320,7 @@ class IrisWorkflow(IrisActing):
                 prefix="controller",
             ),
         }
+        return {name: hook for name, hook in hooks.items() if name.removeprefix("update_") in self.modules}
 
     def resolve_hook(self, name: str, phase: str) -> str:
         return "update_actor_critic" if name == "update_controller" else name
@@ -399,6 +418,8 @@ class IrisWorkflow(IrisActing):
         state: dict[str, Any] = {"guards": {name: guard.state_dict() for name, guard in self.guards.items()}}
         if self.slow is not None:
             state["slow"] = self.slow.state_dict()
+        if hasattr(self.world_model, "get_environment_state"):
+            state["environments"] = self.world_model.get_environment_state()
         return state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -407,6 +428,8 @@ class IrisWorkflow(IrisActing):
                 guard.load_state_dict(state["guards"][name])
         if self.slow is not None and "slow" in state:
             self.slow.load_state_dict(state["slow"])
+        if "environments" in state:
+            self.world_model.set_environment_state(state["environments"])
 
 
 # ---------------------------------------------------------------- gradient accumulation

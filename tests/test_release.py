@@ -1,0 +1,139 @@
+"""One version everywhere; (extras) wheel and sdist hold what users need, and work without a checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rl_lab
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_version_is_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "rl_lab.__version__"}
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == rl_lab.__version__
+    assert f"## [{rl_lab.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_workflows_call_what_exists(file: Path):
+    content = yaml.safe_load(file.read_text())
+    steps = [step for job in content["jobs"].values() for step in job["steps"]]
+    ours = {"bash .ci/run", "make docs"} & {step.get("run", "") for step in steps}
+    assert ours and (ROOT / ".ci" / "run").is_file()
+    assert content["permissions"] == {"contents": "read"}  # a job that publishes asks for more itself
+
+
+def test_issue_forms_are_complete():
+    forms = [file for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if file.stem != "config"]
+    assert len(forms) == 3
+    for file in forms:
+        form = yaml.safe_load(file.read_text())
+        assert {"name", "description", "body"} <= form.keys() and form["body"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was built from it."""
+    work = tmp_path_factory.mktemp("release")
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, tracked.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (work / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, work / "source" / name)
+    (work / "dist").mkdir()
+    build = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+
+    def run(what: str, folder: Path) -> None:
+        command = [sys.executable, "-c", build, what, str(work / "dist")]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    run("build_sdist", work / "source")
+    (sdist,) = (work / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(work / "unpacked", filter="data")
+    run("build_wheel", next((work / "unpacked").iterdir()))
+    return work / "dist"
+
+
+@pytest.mark.extras
+def test_wheel_and_sdist_hold_what_users_need(built: Path):
+    (wheel,) = built.glob("*.whl")
+    (sdist,) = built.glob("*.tar.gz")
+    assert wheel.name.startswith(f"rl_lab_wm-{rl_lab.__version__}-py3-none-any")
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()} - {""}
+    package = {
+        file.relative_to(ROOT).as_posix()
+        for pattern in ("*.py", "*.yaml", "*.html", "py.typed")
+        for file in (ROOT / "rl_lab").rglob(pattern)
+    }
+    assert package <= in_wheel and package <= in_sdist
+    assert all(name.startswith("rl_lab/") for name in in_wheel)
+    for folder in ("tests", "docs", "benchmarks", "scripts", "examples", "requirements", ".github"):
+        assert not [name for name in in_sdist if name == folder or name.startswith(f"{folder}/")]
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= in_sdist
+
+
+@pytest.mark.extras
+def test_installed_wheel_works_without_a_checkout(built: Path, tmp_path: Path):
+    """A clean environment: dependencies come from this one, the package only from the wheel."""
+    clean = tmp_path / "clean"
+    venv.create(clean, with_pip=False)
+    libraries = Path(sysconfig.get_path("purelib", vars={"base": str(clean), "platbase": str(clean)}))
+    # A path line adds a folder without running the .pth files in it, so the checkout is not found.
+    (libraries / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (wheel,) = built.glob("*.whl")
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--ignore-installed"]
+    python = clean / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", *quiet, str(wheel)], check=True)
+    work = tmp_path / "work"
+    work.mkdir()
+    environ = {**os.environ, "PYTHONPATH": "", "SDL_VIDEODRIVER": "dummy"}
+
+    def rl(*words: str) -> str:
+        command = [str(clean / "bin" / "rl-lab"), *words]
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, env=environ)
+        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        return done.stdout
+
+    where = subprocess.run(
+        [python, "-c", "import rl_lab; print(rl_lab.__file__)"],
+        cwd=work,
+        capture_output=True,
+        text=True,
+        env=environ,
+    )
+    assert Path(where.stdout.strip()).is_relative_to(clean)
+    assert rl("--version").strip() == rl_lab.__version__
+    assert "pip install rl-lab-wm" in rl("doctor").replace("'", "").replace('"', "") or "ok" in rl("doctor")
+    rl("train", "debug=tiny", "run_dir=run", "logging.progress=off")
+    assert "return" in rl("eval", "run", "--episodes", "2")
+    rl("report", "run")
+    rl("report", "run", "--dream")
+    assert list(work.glob("run/report/*.html"))
+    rl("play", "run", "--steps", "5")
