@@ -32,6 +32,7 @@ from rl_lab.records import OBS_PREFIX, ActMode, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.utils.checkpoint.loading import Loaded
 from rl_lab.utils.checkpoint.manager import CheckpointManager
+from rl_lab.utils.checkpoint.manifest import read_manifest
 from rl_lab.utils.checkpoint.matching import load_matching, partial_load
 from rl_lab.utils.files import absolute, read_json
 from rl_lab.workflows.context import WorldModelComponents
@@ -68,7 +69,12 @@ class Agent:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def __repr__(self) -> str:
-        return f"Agent({type(self.workflow).__name__}, {self.spec.name}, step {self.step}, {self.device})"
+        return f"Agent({type(self.workflow).__name__}, {self.spec.name}, {self.weights}, {self.device})"
+
+    @property
+    def weights(self) -> str:
+        """Which weights it has, and whether training found better ones, in words."""
+        return describe_weights(self.checkpoint, self.step)
 
     @property
     def native(self) -> NativeForm:
@@ -234,6 +240,23 @@ def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto") -> Age
         ) from error
     agent._load_native = functools.partial(load_native_form, folder, config, spec, loaded.info.get("native"))
     return agent
+
+
+def describe_weights(checkpoint: Path | None, step: int) -> str:
+    """Return "step 12,002; best.pt (step 9,006) scored 500.0 in training: checkpoint best"."""
+    own = f"weights of step {step:,}"
+    if checkpoint is None:
+        return own
+    try:
+        best = read_manifest(checkpoint.parent / "best.json")
+    except (LabError, OSError):  # no evaluation yet, or a file that was copied alone
+        return own
+    score = best["info"].get("best_return")
+    if score is None:
+        return own
+    if best["step"] == step:
+        return f"{own}, which had the best evaluation in training ({score:,.1f})"
+    return f"{own}; best.pt (step {best['step']:,}) scored {score:,.1f} in training: checkpoint best"
 
 
 def load_native_form(folder: RunFolder, config: Any, spec: Spec, saved: Any = None) -> NativeForm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.matching import partial_load
 from rl_lab.utils.files import RunLock, absolute, read_json
 from rl_lab.utils.logger import ExperimentLogger
-from rl_lab.utils.progress import Progress
+from rl_lab.utils.progress import Progress, clock_time
 
 
 @dataclass
@@ -56,8 +57,38 @@ class RunResult:
     counters: dict[str, int] = field(default_factory=dict)
     return_mean: float | None = None  # of the last logged training episodes
     eval_return_mean: float | None = None  # of the last evaluation, if there was one
+    best_return: float | None = None  # of the best evaluation, whose weights are in best.pt
+    best_step: int | None = None
+    seconds: float = 0.0  # of training, since this call began it
+    steps_here: int = 0  # environment steps of this call; a resumed run has more
+
+    def summary(self) -> list[str]:
+        """Lines for the end of a run: what was done, how fast, the best evaluation, and what to do next."""
+        steps, updates = self.counters.get("env_steps", 0), self.counters.get("updates", 0)
+        parts = [f"{steps:,} steps and {updates:,} updates"]
+        if self.seconds and self.steps_here:
+            parts[0] += f" in {clock_time(self.seconds)} ({self.steps_here / self.seconds:,.0f} steps/s)"
+        if self.best_return is not None:
+            at = f" at step {self.best_step:,}" if self.best_step is not None else ""
+            parts.append(f"best evaluation {self.best_return:,.1f}{at}")
+        lines = [f"done: {', '.join(parts)}"]
+        if self.best_return is not None:
+            run = shlex.quote(shown_path(self.path))
+            for verb, what in NEXT:
+                lines.append(f"  {f'rl-lab {verb} {run}':<{len(run) + 16}}  {what}")
+        return lines
+
+    def __repr__(self) -> str:
+        state = "stopped" if self.interrupted else "finished"
+        best = "" if self.best_return is None else f", best evaluation {self.best_return:,.1f}"
+        return f"RunResult({str(self.path)!r}, {state} at step {self.counters.get('env_steps', 0):,}{best})"
 
 
+NEXT = (
+    ("eval", "20 new episodes: scores with intervals, videos"),
+    ("report", "curves, scores and media as one HTML page"),
+    ("play", "watch its agent, or play in its world model: -w --web"),
+)
 OWN_ENVIRONMENT = "dreamer_gym"  # the experiment of `train(env=MyEnv)`
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
@@ -191,6 +222,14 @@ def use_environment(folder: RunFolder, env: Any) -> None:
         raise ConfigError(f"env: {folder.path} was trained in {task}, not in {given}: leave env out")
 
 
+def shown_path(path: Path) -> str:
+    """Return a path relative to the current folder if it is inside it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
+
+
 def _make_paths_absolute(config: DictConfig) -> None:
     """Make the paths of saved data absolute: a run may be resumed from another folder than it was started in."""
     stored = [f"buffers.{name}.path" for name in config.get("buffers") or {}]
@@ -282,8 +321,10 @@ def _run(
         )
     progress = Progress(mode=str(config.logging.progress), title=str(config.experiment.name))
     run = None
+    seconds, before = 0.0, 0
     try:
         say(f"run folder: {folder.path}")
+        progress.__enter__()  # it shows that the run starts; `finally` ends it
         run = _build(config, folder.load_spec(), logger, checkpoints, progress)
         # Runs of older versions have no form.
         form = {"native": read_json(folder.form_file)} if folder.form_file.is_file() else {}
@@ -310,8 +351,17 @@ def _run(
                 folder.path / "profile" / "trace.json", int(config.training.profile)
             )
         _describe_memory(run, say)
+        scheduler = run.orchestrator.scheduler
+        before = scheduler.totals["env_steps"]
+        if loaded is not None and scheduler.current_phase() is None:
+            total = max(2 * (scheduler.total_timesteps or before), 1)
+            say(
+                f"nothing left to do: the run has its {before:,} steps; continue with training.total_timesteps={total}"
+            )
+        begun = time.perf_counter()
         with progress:
             run.orchestrator.run()
+        seconds = time.perf_counter() - begun
         if run.orchestrator.watch is not None and not run.orchestrator.interrupted:
             run.orchestrator.watch.finished(run.orchestrator.scheduler)
     except RunFolderLostError as lost:
@@ -332,10 +382,11 @@ def _run(
             raise out_of_memory(error, run.orchestrator if run else None) from error
         raise
     finally:
+        progress.close()
         logger.close()
         if run is not None:
             run.close()
-    return _finish(folder, run, say)
+    return _finish(folder, run, say, seconds, before)
 
 
 @contextlib.contextmanager
@@ -461,8 +512,11 @@ def _describe_memory(run: Run, say: Callable[[str], None]) -> None:
         say("memory: graph: activations of one update; measured and printed when a hook is captured")
 
 
-def _finish(folder: RunFolder, run: Run, say: Callable[[str], None]) -> RunResult:
+def _finish(
+    folder: RunFolder, run: Run, say: Callable[[str], None], seconds: float, steps_before: int
+) -> RunResult:
     orchestrator = run.orchestrator
+    best = orchestrator.best
     if orchestrator.interrupted:
         say(f"stopped and saved; continue with: rl-lab resume {folder.path}")
     return RunResult(
@@ -471,4 +525,8 @@ def _finish(folder: RunFolder, run: Run, say: Callable[[str], None]) -> RunResul
         counters=dict(orchestrator.scheduler.totals),
         return_mean=orchestrator.log.last_return,
         eval_return_mean=orchestrator.log.last_evaluation,
+        best_return=best[0] if best else None,
+        best_step=best[1] if best else None,
+        seconds=seconds,
+        steps_here=orchestrator.scheduler.totals["env_steps"] - steps_before,
     )

@@ -108,7 +108,7 @@ RULES: dict[str, Rule] = {
     "load.components": NAMES,
     "load.controllers": NAMES,
     "logging.tensorboard": FLAG,
-    "logging.progress": one_of("auto", "live", "plain", "off"),
+    "logging.progress": one_of("auto", "live", "notebook", "plain", "off"),
     "wandb.mode": one_of("online", "offline", "disabled"),
     "launch.name": one_of("single", "pack"),
     "launch.per_gpu": integer(1),

@@ -38,6 +38,7 @@ from rl_lab.orchestration.phases import Cadences, Every, HookUse, PhaseDefinitio
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
 from rl_lab.orchestration.side_jobs import SideJobs
+from rl_lab.orchestration.time_left import TimeLeft
 from rl_lab.orchestration.update_check import UpdateWatch
 from rl_lab.orchestration.updates import Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep, VectorEnvironment, Workflow
@@ -95,6 +96,9 @@ class Orchestrator:
         self._reported_shortages: set[str] = set()  # hooks
         self._succeeded: set[str] = set()  # actions that have succeeded at least once
         self._best_return = float("-inf")
+        self._best_step: int | None = None
+        self._activity: str | None = None  # what a long action is doing, for the progress display
+        self._time_left: TimeLeft | None = None
         self._saved_at: dict[str, int] = {}
         self._logged_at: list[int] = []  # `_work_done` at the last log line
         self._step_open = False  # environments were stepped, and their rows are not stored yet
@@ -106,6 +110,8 @@ class Orchestrator:
         """Run all phases, or until a signal requests a stop."""
         self.log.begin(self.scheduler.totals)
         self._began = (time.monotonic(), dict(self.scheduler.totals))
+        self._time_left = TimeLeft(self.scheduler)
+        self.tick()
         with stop_on_signals(self._interrupt), self._save_on_failure():
             while not self.interrupted:
                 action = self.scheduler.next_action()
@@ -124,6 +130,7 @@ class Orchestrator:
                     raise
                 self._succeeded.add(action)
                 self._run_due_cadences()
+                self.tick()
                 if self.trace is not None:
                     with self._side_job("profile"):
                         self.trace.tick(self.scheduler.totals)
@@ -215,6 +222,43 @@ class Orchestrator:
             parts |= dict(self.run_state.controller_manager.items())
         return parts[name]
 
+    # ---------------------------------------------------------------- progress
+
+    @property
+    def best(self) -> tuple[float, int | None] | None:
+        """Return and step of the best evaluation, or None; the step is None if an older version saved the run."""
+        return None if self._best_return == float("-inf") else (self._best_return, self._best_step)
+
+    def tick(self) -> None:
+        """Show the counters on the progress display, if it was not drawn a moment ago."""
+        self.log.tick(self.scheduler.totals, self._headline)
+
+    def _headline(self) -> dict[str, Any]:
+        """What the progress display shows of phases, epochs and time left."""
+        phase, phases = self.scheduler.current_phase(), self.scheduler.phases
+        shown: dict[str, Any] = {
+            "phase": phase.name if phase else "done",
+            "phase_progress": self.scheduler.progress(),
+            "activity": self._activity,
+        }
+        if len(phases) > 1:
+            assert self._time_left is not None
+            share, left = self._time_left.estimate()
+            index = self.scheduler.phase_index()
+            shown |= {"phase_number": min(index + 1, len(phases)), "phases": len(phases), "share": share}
+            shown |= {"seconds_left": left, "epochs": max(item.iteration for item in phases) + 1}
+            shown["epoch"] = phases[min(index, len(phases) - 1)].iteration + 1
+        return shown
+
+    @contextmanager
+    def _doing(self, activity: str) -> Iterator[None]:
+        self._activity = activity
+        self.tick()
+        try:
+            yield
+        finally:
+            self._activity = None
+
     # ---------------------------------------------------------------- cadences
 
     def _run_due_cadences(self) -> None:
@@ -245,7 +289,7 @@ class Orchestrator:
     def _work_done(self) -> list[int]:
         return [self.scheduler.totals["env_steps"], *self.scheduler.hook_calls.values()]
 
-    def write_log(self) -> dict[str, float]:
+    def write_log(self, *, last: bool = False) -> dict[str, float]:
         self._logged_at = self._work_done()
         phase = self.scheduler.current_phase()
         meters = [(runner.hook.prefix, runner.meter) for runner in self.runners.values()]
@@ -256,6 +300,8 @@ class Orchestrator:
             progress=self.scheduler.progress(),
             failures=self.side_jobs.metrics(),
             guard=self._side_job("log"),
+            last=last,
+            headline=self._headline(),
         )
         self._check_finite(metrics)
         return metrics
@@ -269,16 +315,23 @@ class Orchestrator:
             raise ConfigError("hook 'evaluate' needs an Evaluator, but this run was built without one")
         step = self.scheduler.totals["env_steps"]
         held_out = self.storage.buffers.get("eval") if self.storage is not None else None
+        count = episodes or self.settings.eval_episodes
         evaluation = None
-        with self._side_job("evaluation", required=required):
+
+        def on_rows(rows: Mapping[str, Any]) -> None:
+            if held_out is not None:
+                held_out.add(rows)
+            self.tick()
+
+        with self._side_job("evaluation", required=required), self._doing(f"evaluating {count} episodes"):
             evaluation = self.evaluator.run(
                 self.workflow,
-                episodes=episodes or self.settings.eval_episodes,
+                episodes=count,
                 label=step,
                 sample=self.settings.eval_sample,
                 temperature=self.settings.eval_temperature,
                 video=self.settings.eval_video,
-                on_rows=held_out.add if held_out is not None else None,
+                on_rows=on_rows,
             )
         if evaluation is None:
             return {}
@@ -292,7 +345,7 @@ class Orchestrator:
                 frames = np.stack(evaluation.frames).transpose(0, 3, 1, 2)
                 self.log.logger.video("eval/episode", frames, step=step, fps=30, folder="episodes/test")
         if metrics["eval/return_mean"] >= self._best_return:  # on a tie, prefer the longer trained weights
-            self._best_return = metrics["eval/return_mean"]
+            self._best_return, self._best_step = metrics["eval/return_mean"], step
             self.save(tag="best")
         return metrics
 
@@ -376,6 +429,7 @@ class Orchestrator:
         for name, runner in self._transforms().items():
             runner.position = int(own["transforms"].get(name, 0))
         self._best_return = float(own["best_return"])
+        self._best_step = own.get("best_step")
         self._logged_at = [int(count) for count in own.get("logged_at", [])]
         self.side_jobs.set_state(own.get("side_failures", {}))
 
@@ -384,6 +438,7 @@ class Orchestrator:
             "orchestrator": {
                 "transforms": {name: runner.position for name, runner in self._transforms().items()},
                 "best_return": self._best_return,
+                "best_step": self._best_step,
                 "logged_at": list(self._logged_at),
                 "side_failures": self.side_jobs.get_state(),
             }
@@ -402,7 +457,7 @@ class Orchestrator:
         """Write the last log line and checkpoint, and close the environments of evolution."""
         self.check_folder()
         if self.log.logger is not None:
-            self.write_log()
+            self.write_log(last=True)
         for name, runner in self.runners.items():
             with self._side_job(f"closing {name}"):
                 runner.close()

@@ -76,6 +76,10 @@ class PhaseScheduler:
             return None
         return self.phases[self._index]
 
+    def phase_index(self) -> int:
+        """Index of the running phase in `phases`; their number when training has ended."""
+        return self._index
+
     def view(self) -> PhaseView:
         assert self._view is not None
         return self._view

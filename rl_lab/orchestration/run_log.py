@@ -10,6 +10,9 @@ from typing import Any
 from rl_lab.records import Episode, return_statistics
 from rl_lab.utils.metrics import Stopwatch, prefixed
 
+TICK_SECONDS = 0.2  # between two drawings of the progress display
+SHORT = 0.2  # a last interval with less of the usual work than this has no rates and no training metrics
+
 
 class RunLog:
     """Accumulates metrics; `write` sends them to the logger and the progress display."""
@@ -37,10 +40,23 @@ class RunLog:
         self._episodes: list[Episode] = []
         self._collect: dict[str, list[float]] = {}
         self._since = (clock(), 0, 0)
+        self._ticked = 0.0
+        self._interval = 0  # environment steps and updates between the last two lines
 
     def begin(self, totals: Mapping[str, int]) -> None:
         """Start measuring rates at these counters (a resumed run does not start at 0)."""
         self._since = (self.clock(), totals["env_steps"], totals["updates"])
+
+    def tick(self, totals: Mapping[str, int], headline: Callable[[], Mapping[str, Any]]) -> None:
+        """Show the counters, at most every TICK_SECONDS; headline: what else is shown."""
+        if self.progress is None:
+            return
+        now = self.clock()
+        if now - self._ticked < TICK_SECONDS:
+            return
+        self._ticked = now
+        counters = {"step": totals["env_steps"], "updates": totals["updates"], "episodes": totals["episodes"]}
+        self.progress.tick({"total": self.total_steps, **counters, **headline()})
 
     def collected(self, metrics: Mapping[str, float], episodes: list[Episode]) -> None:
         self._episodes += episodes
@@ -55,17 +71,32 @@ class RunLog:
     def write(
         self,
         totals: Mapping[str, int],
-        meters: Iterable[tuple[str, Any]],  # (prefix, MetricMeter) of each hook
+        meters: Iterable[tuple[str, Any]],
         *,
         phase: str,
         progress: float,
-        failures: Mapping[str, float] | None = None,  # of side jobs
-        guard: AbstractContextManager[None] | None = None,  # around the outputs
+        failures: Mapping[str, float] | None = None,
+        guard: AbstractContextManager[None] | None = None,
+        last: bool = False,
+        headline: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
-        """Write one log line and return it."""
+        """Write one log line and return it.
+
+        meters:   (prefix, MetricMeter) of each hook
+        failures: of side jobs
+        guard:    around the outputs
+        last:     the run ends: a short last interval would be an outlier of every curve, so its rates and training
+                  metrics are left out
+        headline: further values for the progress display
+        """
         metrics: dict[str, float] = {}
+        work = totals["env_steps"] + totals["updates"] - self._since[1] - self._since[2]
+        short = last and work < SHORT * self._interval
+        self._interval = max(work, 0)
         for prefix, meter in meters:
-            metrics |= prefixed(meter.drain(), prefix)
+            drained = meter.drain()
+            kept = {key: value for key, value in drained.items() if not short or key == "nonfinite"}
+            metrics |= prefixed(kept, prefix)
         collected = {key: sum(values) / len(values) for key, values in self._collect.items()}
         metrics |= prefixed(collected, "collect")
         statistics = return_statistics(self._episodes)
@@ -73,8 +104,8 @@ class RunLog:
         self.last_return = statistics.get("return_mean", self.last_return)
         metrics["collect/episodes"] = totals["episodes"]
         metrics |= self.gauges()
-        metrics |= self._rates(totals)
-        metrics |= self.stopwatch.drain()
+        rates, timings = self._rates(totals), self.stopwatch.drain()
+        metrics |= {} if short else {**rates, **timings}
         metrics["workflow/phase_progress"] = progress
         metrics |= failures or {}
         self._episodes, self._collect = [], {}
@@ -82,7 +113,9 @@ class RunLog:
             with self.stopwatch("log"):
                 self.logger.scalars(metrics, **self.counters(totals))
             if self.progress is not None:
-                self.progress.update(self._headline(totals, metrics, phase, progress))
+                shown = {**self._headline(totals, rates, phase, progress), **(headline or {})}
+                hidden = {"env_steps_per_second": None, "updates_per_second": None} if short else {}
+                self.progress.update(shown | hidden)
         return metrics
 
     def evaluation(self, metrics: Mapping[str, float], totals: Mapping[str, int]) -> None:
@@ -100,7 +133,7 @@ class RunLog:
         }
 
     def _headline(
-        self, totals: Mapping[str, int], metrics: Mapping[str, float], phase: str, progress: float
+        self, totals: Mapping[str, int], rates: Mapping[str, float], phase: str, progress: float
     ) -> dict[str, Any]:
         return {
             "phase": phase,
@@ -109,8 +142,8 @@ class RunLog:
             "total": self.total_steps,
             "updates": totals["updates"],
             "episodes": totals["episodes"],
-            "env_steps_per_second": metrics["time/env_steps_per_second"],
-            "updates_per_second": metrics["time/updates_per_second"],
+            "env_steps_per_second": rates["time/env_steps_per_second"],
+            "updates_per_second": rates["time/updates_per_second"],
             "return": self.last_return,
             "eval_return": self.last_evaluation,
         }

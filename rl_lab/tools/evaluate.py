@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run)")
-    parser.add_argument("--episodes", type=int, default=20)
+    parser.add_argument("--episodes", type=int, default=20, help="number of new episodes (default: 20)")
     parser.add_argument("--envs", type=int, help="parallel environments (default: environment.eval.num_envs)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same episodes")
     parser.add_argument(
@@ -68,14 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change a setting of the evaluation environments; may be repeated",
     )
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
     parser.add_argument(
         "--video",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="record videos of the best, the median and the worst episode",
     )
-    parser.add_argument("--json", metavar="FILE", help="output file (default: RUN/report/eval.json)")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="output file (default: RUN/report/eval_STEP_SEED.json, and eval.json: the newest)",
+    )
     parser.add_argument("--csv", metavar="FILE", help="one line per episode (default: next to the JSON file)")
 
 
@@ -111,6 +115,7 @@ def main(args: argparse.Namespace) -> int:
     )
     if "crafter_score" in result:
         print(f"Crafter score: {result['crafter_score']:.2f} %")
+    print(result["weights_used"])
     for remark in result["remarks"]:
         print(remark)
     for name, file in result["files"].items():
@@ -207,12 +212,16 @@ def evaluate(
         "environment": dict(changes),
         **summary(evaluation.episodes, task, seed),
     }
-    json_target = Path(json_file) if json_file else folder.report / "eval.json"
+    named = folder.report / f"eval_{agent.step:09d}_seed{seed}.json"
+    json_target = Path(json_file) if json_file else named
     csv_target = Path(csv_file) if csv_file else json_target.with_suffix(".csv")
-    json_target.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(json_target, json.loads(json.dumps(result)))
     text = episode_lines(evaluation.episodes, task)
-    write_atomic(csv_target, lambda file: file.write(text.encode()))
+    newest = [] if json_file else [folder.report / "eval.json"]
+    for target in (json_target, *newest):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(target, json.loads(json.dumps(result)))
+    for target in (csv_target, *(file.with_suffix(".csv") for file in newest if not csv_file)):
+        write_atomic(target, lambda file: file.write(text.encode()))
     files = {"json": str(json_target), "csv": str(csv_target)}
     remarks: list[str] = []
     if video:  # last: the results are written even if rendering ends this process
@@ -225,7 +234,7 @@ def evaluate(
             files |= _save_videos(folder.path, agent, evaluation, logged, factory, remarks)
         except LabError as error:
             remarks.append(f"no video: {error}")
-    return {**result, "files": files, "remarks": remarks}
+    return {**result, "weights_used": agent.weights, "files": files, "remarks": remarks}
 
 
 def parse_changes(words: Sequence[str], option: str = "--env") -> dict[str, Any]:

@@ -34,6 +34,13 @@ GROUPS = {
     "launch": ("launch", "launch=NAME: how the runs of a sweep are started"),
     "suite": ("suite", "rl-lab suite NAME: several tasks and seeds"),
 }
+START_HERE = [
+    ("rl-lab train", "the default experiment: CartPole, minutes on a CPU"),
+    ("rl-lab check my_env:MyEnv", "your own environment, and which preset fits"),
+    ("rl-lab train +experiment=dreamer_gym environment.task=TASK", "any environment with vectors"),
+    ("rl-lab train +experiment=dreamer_gym_vision environment.task=TASK", "any environment with images"),
+    ("rl-lab list KIND", "one of the lists below: rl-lab list experiments"),
+]
 KINDS = (*GROUPS, "benchmarks")
 PACKAGED = Path(rl_lab.__file__).resolve().parent / "configs"
 
@@ -66,6 +73,9 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(tasks_of(args.suite)))
         return 0
     folders = config_folders(args.config_dir)
+    if args.what is None:
+        print_table(START_HERE, title="start here")
+        print()
     for kind in (args.what,) if args.what else KINDS:
         entries, how = list_kind(kind, folders)
         if not entries and args.what is None and kind != "environments":

@@ -23,7 +23,6 @@ def main(args: argparse.Namespace) -> int:
     folder = find_run(args.run, output_root(None))
     result = resume(folder.path, overrides)
     if not result.interrupted:  # that has been printed
-        ignore_output_errors(print)(
-            f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
-        )
+        for line in result.summary():
+            ignore_output_errors(print)(line)
     return 0

@@ -77,12 +77,15 @@ def _print_rich(
     table = Table(
         box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0), header_style="dim"
     )
+    numbers = set(right)
     for column in range(len(rows[0])):
-        last = column == len(rows[0]) - 1
+        # Names that have to be typed, and numbers, are never cut; texts wrap.
+        whole = column == 0 or column in numbers
         table.add_column(
             header[column] if header else "",
-            justify="right" if column in right else "left",
-            no_wrap=not last,
+            justify="right" if column in numbers else "left",
+            no_wrap=whole,
+            min_width=max(len(row[column]) for row in rows) if whole else None,
             overflow="fold",
         )
     for row in rows:

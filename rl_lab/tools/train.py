@@ -48,9 +48,8 @@ def main(args: argparse.Namespace) -> int:
 
     result = train_config(config, args.overrides)
     if not result.interrupted:  # that has been printed
-        ignore_output_errors(print)(
-            f"done: {result.counters['env_steps']} steps, {result.counters['updates']} updates in {result.path}"
-        )
+        for line in result.summary():
+            ignore_output_errors(print)(line)
     return 0
 
 

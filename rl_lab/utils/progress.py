@@ -1,4 +1,4 @@
-"""Progress display of a run: live on a terminal, plain lines elsewhere."""
+"""Progress display of a run: live on a terminal, one updated line in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-Mode = Literal["auto", "live", "plain", "off"]
+Mode = Literal["auto", "live", "notebook", "plain", "off"]
 REFRESH_SECONDS = 0.25
+LEAST_RATE_SECONDS = 1.0  # rates over a shorter time are not shown
+PLAIN_SECONDS = 30.0  # plain mode prints a line at least this often
 RATE_WINDOW_SECONDS = 60.0  # the ETA uses the rate over this window
 
 
@@ -25,12 +27,14 @@ class Progress:
     """Shows phase, steps, rates, returns, time left and memory.
 
         with Progress(mode="auto", title="my run") as progress:
-            progress.update({"phase": "joint", "step": 1200, "total": 40000, "return": 21.0})
+            progress.tick({"phase": "joint", "step": 40, "total": 40000})
+            progress.update({"step": 1200, "return": 21.0})
 
-    `update` takes any of: phase, phase_progress (0 to 1), step, total, updates, episodes,
-    env_steps_per_second, updates_per_second, return, eval_return; values that are None or absent are not
-    shown. The live display redraws at most four times a second; plain mode prints one line per update. Errors
-    here never stop the run.
+    `update` (a new log line) and `tick` (counters, as often as the caller likes) take any of: phase,
+    phase_progress (0 to 1), phase_number, phases, epoch, epochs, share (0 to 1, of the run), step, total, updates,
+    episodes, env_steps_per_second, updates_per_second, return, eval_return, activity, seconds_left; values that are None
+    or absent are not shown. The display is drawn at most four times a second; plain mode prints one line per update.
+    Errors here never stop the run.
     """
 
     def __init__(self, mode: Mode | str = "auto", title: str = "", stream: TextIO | None = None) -> None:
@@ -40,13 +44,18 @@ class Progress:
         if mode == "auto":
             output = stream or sys.stdout  # None if it was closed before this process started
             mode = "live" if output is not None and output.isatty() else "plain"
+            if stream is None and in_notebook():
+                mode = "notebook"
         self.mode = mode
         self.title = title
         self._values: dict[str, Any] = {}
-        self._history: deque[tuple[float, int]] = deque()
+        self._history: deque[tuple[float, int, int]] = deque()  # time, step, updates
         self._live: Live | None = None
         self._console: Console | None = None
+        self._handle: Any = None  # of the notebook's output
+        self._begun = perf_counter()
         self._drawn = 0.0
+        self._printed = perf_counter()
         self._broken = False
 
     def __enter__(self) -> Progress:
@@ -63,16 +72,24 @@ class Progress:
         """Store new values and show them."""
         self._guarded(self._update, values)
 
+    def tick(self, values: Mapping[str, Any]) -> None:
+        """Store new counters; draw them if the last drawing is old enough."""
+        if self.mode != "off":
+            self._guarded(self._tick, values)
+
     def say(self, message: str) -> None:
         """Print a message, above the live display."""
         self._guarded(self._print, message)
 
     def close(self) -> None:
         """Stop the live display; its last state stays on the screen."""
+        self._values["activity"] = None
         if self._live is not None:
             self._guarded(self._draw)
             live, self._live = self._live, None
             self._guarded(live.stop)
+        elif self._handle is not None:
+            self._guarded(self._draw)
 
     # --- Private methods ---
 
@@ -93,6 +110,7 @@ class Progress:
         # auto_refresh would start a thread of rich.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._live.start()
+        self._draw()
 
     def _print(self, message: str) -> None:
         if self._live is not None and self._console is not None:
@@ -101,22 +119,53 @@ class Progress:
             print(message, file=self._stream or sys.stdout, flush=True)
 
     def _update(self, values: Mapping[str, Any]) -> None:
+        self._store(values)
+        if self.mode == "plain":
+            self._print_line()
+        elif perf_counter() - self._drawn >= REFRESH_SECONDS:
+            self._draw()
+
+    def _tick(self, values: Mapping[str, Any]) -> None:
+        now = perf_counter()
+        if self.mode == "plain":
+            if now - self._printed >= PLAIN_SECONDS:
+                self._store(values)
+                self._print_line()
+        elif now - self._drawn >= REFRESH_SECONDS:
+            self._store(values)
+            self._draw()
+
+    def _store(self, values: Mapping[str, Any]) -> None:
         self._values.update(values)
         now = perf_counter()
         if "step" in values:
-            self._history.append((now, int(values["step"])))
+            self._history.append((now, int(values["step"]), int(self._values.get("updates") or 0)))
             while now - self._history[0][0] > RATE_WINDOW_SECONDS and len(self._history) > 2:
                 self._history.popleft()
-        if self.mode == "plain":
-            phase = [str(self._values["phase"])] if self._values.get("phase") else []
-            self._print(" · ".join([*self._position(), *phase, *self._metrics()]))
-        elif self._live is not None and now - self._drawn >= REFRESH_SECONDS:
-            self._draw()
+
+    def _print_line(self) -> None:
+        self._printed = perf_counter()
+        self._print(self.line())
+
+    def line(self) -> str:
+        """All values in one line."""
+        return " · ".join([*self._position(), *self._phase(), *self._metrics()])
 
     def _draw(self) -> None:
         self._drawn = perf_counter()
         if self._live is not None:
             self._live.update(self._layout(), refresh=True)
+        elif self.mode == "notebook":
+            self._draw_in_notebook()
+
+    def _draw_in_notebook(self) -> None:
+        from IPython.display import display
+
+        shown = {"text/plain": f"{self.title} · {self.line()}"}
+        if self._handle is None:
+            self._handle = display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
 
     def _layout(self) -> RenderableType:
         from rich.console import Group
@@ -125,26 +174,51 @@ class Progress:
         from rich.text import Text
 
         title = Text(self.title, style="bold")
-        if self._values.get("phase"):
-            title.append(f" · {self._values['phase']}", style="not bold")
+        for part in self._phase():
+            title.append(f" · {part}", style="not bold")
         bar = Table.grid(padding=(0, 1))
         done = self._fraction() or 0.0
         bar.add_row(ProgressBar(total=1.0, completed=done, width=30), Text(" · ".join(self._position())))
         return Group(title, bar, Text(" · ".join(self._metrics()), style="dim"))
 
     def _fraction(self) -> float | None:
+        if self._values.get("share") is not None:
+            return float(self._values["share"])
         step, total = self._values.get("step"), self._values.get("total")
         if step is not None and total:
             return min(1.0, step / total)
         return self._values.get("phase_progress")
 
+    def _phase(self) -> list[str]:
+        """Return "joint", or with several phases "world_model 40%", "phase 5 of 12", "epoch 2 of 4", and the activity."""
+        values, parts = self._values, []
+        several = (values.get("phases") or 1) > 1
+        if values.get("phase"):
+            progress = values.get("phase_progress")
+            parts.append(
+                f"{values['phase']} {100 * progress:.0f}%"
+                if several and progress is not None
+                else values["phase"]
+            )
+        if several and values.get("phase_number"):
+            parts.append(f"phase {values['phase_number']:,} of {values['phases']:,}")
+        if (values.get("epochs") or 1) > 1 and values.get("epoch"):
+            parts.append(f"epoch {values['epoch']:,} of {values['epochs']:,}")
+        if values.get("activity"):
+            parts.append(str(values["activity"]))
+        return parts
+
     def _position(self) -> list[str]:
         values = self._values
         parts = []
         if values.get("step") is not None:
-            total = values.get("total")
-            share = f"/{total:,} ({100 * (self._fraction() or 0.0):.0f}%)" if total else ""
-            parts.append(f"step {values['step']:,}{share}")
+            total, share = values.get("total"), self._fraction() or 0.0
+            known = f"/{total:,} ({100 * share:.0f}%)" if total else ""
+            parts.append(f"step {values['step']:,}{known}")
+            if not total and values.get("share") is not None:
+                parts.append(f"{100 * share:.0f}% of the run")
+        else:
+            parts.append(f"starting · {clock_time(perf_counter() - self._begun)}")
         left = self.seconds_left()
         if left is not None:
             parts.append(f"ETA {clock_time(left)}")
@@ -152,26 +226,52 @@ class Progress:
 
     def _metrics(self) -> list[str]:
         parts = []
+        rates = self._rates()
         for key, form in (
             ("env_steps_per_second", "{:,.0f} env steps/s"),
             ("updates_per_second", "{:,.1f} updates/s"),
             ("return", "return {:,.1f}"),
             ("eval_return", "eval {:,.1f}"),
-            ("episodes", "{:,} episodes"),
         ):
-            if self._values.get(key) is not None:
-                parts.append(form.format(self._values[key]))
+            value = rates.get(key, self._values.get(key))
+            if value is not None:
+                parts.append(form.format(value))
+        episodes = self._values.get("episodes")
+        if episodes is not None:
+            parts.append(f"{episodes:,} episode{'' if episodes == 1 else 's'}")
         return [*parts, *memory_texts()]
 
+    def _rates(self) -> dict[str, float]:
+        """Return the rates of the last seconds, from the counters; {} until there are two."""
+        if self.mode == "plain" or len(self._history) < 2:
+            return {}
+        (then, steps, updates), (now, last, done) = self._history[0], self._history[-1]
+        seconds = now - then
+        if seconds < LEAST_RATE_SECONDS:
+            return {}
+        return {
+            "env_steps_per_second": (last - steps) / seconds,
+            "updates_per_second": (done - updates) / seconds,
+        }
+
     def seconds_left(self) -> float | None:
-        """Return the seconds until `total` at the recent rate; None while the rate is unknown."""
+        """Return the seconds until the end at the recent rate; None while the rate is unknown."""
+        if self._values.get("seconds_left") is not None:
+            return float(self._values["seconds_left"])
         step, total = self._values.get("step"), self._values.get("total")
         if step is None or not total or len(self._history) < 2:
             return None
-        (then, first), (now, last) = self._history[0], self._history[-1]
+        (then, first, _), (now, last, _) = self._history[0], self._history[-1]
         if last <= first or now <= then:
             return None
         return max(0, total - step) * (now - then) / (last - first)
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a Jupyter notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 def memory_texts() -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rl_lab
+from rl_lab.agent import describe_weights
 from rl_lab.cli import main
 from rl_lab.environments.make import env_factory
 from rl_lab.errors import CheckpointError, ConfigError, LabError
@@ -50,6 +51,25 @@ def test_same_seed_gives_same_files(run: Path, tmp_path: Path):
     assert texts[0] == texts[1]
     other = evaluate(run, episodes=5, seed=8, json_file=str(tmp_path / "c.json"))
     assert other["returns"] != json.loads(texts[0][0])["returns"]
+
+
+def test_weights_are_named_and_files_are_kept_apart(run: Path, capsys):
+    steps = {}
+    for checkpoint in ("last", "best"):
+        assert main(["eval", str(run), "--episodes", "1", "--no-video", "--checkpoint", checkpoint]) == 0
+        printed = capsys.readouterr().out
+        result = json.loads((run / "report" / "eval.json").read_text())
+        steps[checkpoint] = result["step"]
+        own = run / "report" / f"eval_{result['step']:09d}_seed0.json"
+        assert json.loads(own.read_text()) == result and f"json: {own}" in printed
+        assert f"weights of step {result['step']:,}" in printed
+        better = f"best.pt (step {steps['best']:,})" if "best" in steps else "best.pt (step"
+        said = "which had the best evaluation in training" if result["step"] == steps.get("best") else better
+        assert said in printed
+        agent = rl_lab.load_agent(run, checkpoint=checkpoint)
+        assert agent.weights in printed and agent.weights in repr(agent)
+    assert len(list((run / "report").glob("eval_*_seed0.json"))) == len(set(steps.values()))
+    assert describe_weights(None, 3) == "weights of step 3"
 
 
 def test_table_json_csv_and_videos(run: Path, capsys):

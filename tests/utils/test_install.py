@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,3 +160,21 @@ def test_extras_in_messages_exist():
             named.setdefault(extra, file.name)
     assert {"zstd", "evolution", "hf", "envpool", "track", "play", "video"} <= set(named)
     assert set(named) <= set(PROJECT["optional-dependencies"]), named
+
+
+def test_an_editable_install_is_a_path_that_editors_read(tmp_path):
+    """An import hook (setuptools' default for this layout) is invisible to pyright, mypy and VS Code."""
+    root = Path(__file__).parents[2]
+    project = tmp_path / "project"
+    (project / "rl_lab").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, project)
+    for name in ("__init__.py", "py.typed"):
+        shutil.copy(root / "rl_lab" / name, project / "rl_lab")
+    code = "from setuptools import build_meta; print(build_meta.build_editable('.'))"
+    built = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(project / built.stdout.split()[-1]) as wheel:
+        paths = [name for name in wheel.namelist() if name.endswith(".pth")]
+        assert not [name for name in wheel.namelist() if name.endswith(".py")]
+        assert [wheel.read(name).decode().strip() for name in paths] == [str(project)]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import sys
+import types
 import warnings
 
 import pytest
@@ -77,6 +79,74 @@ def test_live_on_a_terminal_and_throttled(clock):
     assert "my run" in text and "joint" in text and "321 env steps/s" in text
     assert "39,999" in text  # the last state stays
     assert "[not markup]" in text
+
+
+def test_ticks_redraw_between_log_lines_with_rates_of_the_counters(clock):
+    stream = Terminal()
+    with Progress(mode="live", title="my run", stream=stream) as progress:
+        assert "starting" in stream.getvalue()
+        for step in range(40):
+            clock.now += 0.25
+            progress.tick({"phase": "joint", "step": 10 * step, "total": 4000, "updates": step})
+        assert "step 390/4,000" in stream.getvalue()
+        assert "40 env steps/s · 4.0 updates/s" in stream.getvalue()
+        assert "ETA 1:30" in stream.getvalue()  # 3,610 steps
+
+
+def test_phases_epochs_and_the_share_of_the_run(clock):
+    stream = io.StringIO()
+    progress = Progress(mode="plain", stream=stream)
+    shown = {
+        "phase": "world_model",
+        "phase_progress": 0.4,
+        "phase_number": 5,
+        "phases": 12,
+        "epoch": 2,
+        "epochs": 4,
+    }
+    progress.update(
+        {"step": 800, **shown, "share": 0.25, "seconds_left": 90.0, "activity": "evaluating 8 episodes"}
+    )
+    progress.update({"episodes": 1, "activity": None})
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith(
+        "step 800 · 25% of the run · ETA 1:30 · world_model 40% · phase 5 of 12 · epoch 2 of 4 · evaluating 8 episodes"
+    )
+    assert "1 episode ·" in second and "evaluating" not in second
+
+
+def test_plain_ticks_print_seldom(clock):
+    stream = io.StringIO()
+    progress = Progress(mode="plain", stream=stream)
+    for step in range(400):
+        clock.now += 0.2  # 80 s
+        progress.tick({"step": step})
+    assert len(stream.getvalue().splitlines()) == 2
+
+
+def test_one_updated_output_in_a_notebook(clock, monkeypatch):
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/plain"])
+
+    def display(data, raw, display_id):
+        shown.append("new " + data["text/plain"])
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    assert not progress_module.in_notebook()
+    kernel = types.SimpleNamespace(kernel=object())
+    monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: kernel)
+    with Progress(title="my run") as progress:
+        assert progress.mode == "notebook"
+        for step in range(3):
+            clock.now += 1
+            progress.tick({"step": step})
+    assert [text.partition(" ·")[0] for text in shown] == ["new my run", "my run", "my run", "my run"]
+    assert "step 2" in shown[-1]
 
 
 def test_off_prints_only_messages():

@@ -215,9 +215,10 @@ class EpisodeBuffer:
         returns = f", return mean {rewards.mean():.4g}" if len(rewards) else ""
         limits = [f"{store.capacity:,} rows"] if store.capacity else []
         limits += [f"{store.max_bytes / 1e9:.2f} GB"] if store.max_bytes else []
+        most = f"at most {' and '.join(limits)}" if limits else "no limit"
         return (
-            f"episodes on disk in {store.folder} ({free_bytes(store.folder) / 1e9:.1f} GB are free there), at most "
-            f"{' and '.join(limits) or 'any number'} of {store.layout.row_bytes:,} bytes a row before {store.compression}; now "
+            f"episodes on disk in {store.folder} ({free_bytes(store.folder) / 1e9:.1f} GB are free there), {most}, "
+            f"{store.layout.row_bytes:,} bytes a row before {store.compression}; now "
             f"{table.episodes:,} episodes, {table.rows:,} rows, {store.disk_bytes / 1e6:,.2f} MB{returns}; in memory up to "
             f"{self.nbytes / 1e6:,.0f} MB and the open episodes"
         )

@@ -37,7 +37,9 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
         help="policy of the episodes: every run's agent in turn, random, or one run's agent (default: each)",
     )
     parser.add_argument(
-        "--context", type=int, default=8, help="rows that a model observes first (default: 8)"
+        "--context",
+        type=int,
+        help="rows that a model observes first (default: 8; fewer if episodes are short)",
     )
     parser.add_argument("--horizon", type=int, default=30, help="steps that it then predicts (default: 30)")
     parser.add_argument("--segments", type=int, default=4, help="segments per episode (default: 4)")
@@ -49,7 +51,20 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument("--checkpoint", default="last", help="last, best, or a step number (default: last)")
     parser.add_argument("--seed", type=int, default=0, help="seed of episodes and predictions")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
+
+
+MOST_CONTEXT = 8  # observed rows before a dream
+
+
+def fitting_context(folder: RunFolder) -> int:
+    """Return how many rows a model observes before it dreams: 8, or fewer if that is much of a typical episode."""
+    from rl_lab.tools.report.curves import Metrics
+
+    metrics = Metrics.read(folder.path / "metrics.jsonl")
+    lengths = [metrics.last(key) for key in ("eval/length_mean", "collect/length_mean")]
+    typical = next((length for length in lengths if length), None)
+    return MOST_CONTEXT if typical is None else max(1, min(MOST_CONTEXT, int(typical / 6)))
 
 
 @dataclass
@@ -87,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         folders,
         episodes=args.episodes,
         policy=args.policy,
-        context=args.context,
+        context=fitting_context(folders[0]) if args.context is None else args.context,
         horizon=args.horizon,
         segments=args.segments,
         samples=args.samples,
@@ -98,10 +113,15 @@ def run(args: argparse.Namespace) -> int:
     )
     header, rows = table(found)
     print_table(rows, header=header, right=range(1, len(header)))
+    for model in found.models:
+        print(f"{model.label}: {model.agent.weights}")
     for note in found.notes:
         print(note)
     one = folders[0].report if len(folders) == 1 else Path("report")
-    for name, file in write_dream_report(found, args.out or one / "dream").items():
+    target = one / (
+        "dream" if args.checkpoint in ("last", "latest") else f"dream_{Path(args.checkpoint).stem}"
+    )
+    for name, file in write_dream_report(found, args.out or target).items():
         print(f"{name}: {file}")
     return 0
 

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     display.add_argument(
         "--ends", default="sample", help="end of a dream: sample (default), never, or a probability threshold"
     )
-    display.add_argument("--context", type=int, default=8, help="real frames before a dream (default: 8)")
+    display.add_argument(
+        "--context", type=int, help="real frames before a dream (default: 8; fewer if episodes are short)"
+    )
     display.add_argument(
         "--start",
         choices=("real", "replay", "episodes"),
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     agent = parser.add_argument_group("agent")
     agent.add_argument("--checkpoint", default="last", help="last, best, or a file name under checkpoints/")
-    agent.add_argument("--device", default="auto")
+    agent.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
     agent.add_argument("--seed", type=int, help="seed of the episodes (default: random)")
     choice = agent.add_mutually_exclusive_group()
     choice.add_argument("--sample", dest="sample", action="store_true", default=None, help="sample actions")
@@ -64,7 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--port", type=int, default=8765, help="0 takes a free port (default: 8765)")
     where.add_argument("--token", help="token of the page (default: generated and printed if one is needed)")
     where.add_argument("--video", action="store_true", help="write a video even if there is a display")
-    where.add_argument("--steps", type=int, default=1000, help="maximum steps of a video (default: 1000)")
+    where.add_argument(
+        "--steps",
+        type=int,
+        help="steps of a video, over several episodes (default: one episode, at least 100 steps)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:

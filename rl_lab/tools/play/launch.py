@@ -16,9 +16,12 @@ from rl_lab.environments.world_model_env import BufferStarts, EpisodeStarts, Ima
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import Batch, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
+from rl_lab.tools.dream_report import fitting_context
 from rl_lab.tools.play.keyboard import keymap_for
 from rl_lab.tools.play.session import Options, PlaySession
 from rl_lab.tools.play.sources import SPLITS, BothSource, DreamSource, EpisodesSource, RealSource
+
+SHORTEST_VIDEO, LONGEST_VIDEO = 100, 1000  # steps, unless --steps says how many
 
 
 def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
@@ -38,6 +41,9 @@ def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         options.save = False
     agent = load_agent(args.run or folder.path, checkpoint=args.checkpoint, device=args.device)
     torch.set_num_threads(int(agent.config.training.threads))
+    say(agent.weights)
+    if args.context is None:
+        args.context = fitting_context(folder)
     session = build_session(agent, folder, args, options, say)
     try:
         if web:
@@ -228,10 +234,19 @@ def _recorded_starts(agent: Agent, folder: RunFolder, args: argparse.Namespace) 
     return EpisodeStarts(episodes, args.context)
 
 
-def write_video(session: PlaySession, *, steps: int) -> list[Path]:
-    """Record to the end of the episode, at most `steps` steps; returns the files, the video first."""
+def write_video(session: PlaySession, *, steps: int | None = None) -> list[Path]:
+    """Record `steps` steps over as many episodes as they take; returns the files, the video first.
+
+    None: to the end of the first episode that ends after SHORTEST_VIDEO steps, at most LONGEST_VIDEO
+    """
+    from rl_lab.tools.terminal import WorkProgress
+
+    most = steps or LONGEST_VIDEO
     session.recordings.start(session.current, session.image(), fps=session.fps, label=session.mode)
-    for _ in range(steps):
-        if session.current.done or not session.advance():
-            break
+    with WorkProgress("recording", most) as progress:
+        for step in range(most):
+            ended = session.current.done and steps is None and step >= SHORTEST_VIDEO
+            if ended or not session.advance():
+                break
+            progress.step()
     return session.recordings.stop()

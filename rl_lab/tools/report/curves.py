@@ -77,11 +77,11 @@ class Metrics:
         return None
 
     def best(self, key: str) -> tuple[float, float] | None:
-        """Return (value, step) of the largest value of a metric."""
+        """Return (value, step) of the largest value of a metric; of equal ones the last, as best.pt has."""
         curve = self.curve(key).finite()
         if not len(curve):
             return None
-        at = int(curve.y.argmax())
+        at = len(curve) - 1 - int(curve.y[::-1].argmax())
         return float(curve.y[at]), float(curve.x[at])
 
     def seconds(self) -> float | None:

@@ -253,7 +253,7 @@ def test_save_mode(make_session: Make):
 
 def test_replaying_episodes(make_session: Make, tmp_path: Path, clock):
     session = make_session(last=6)
-    write_video(session, steps=100)
+    write_video(session, steps=6)
     video, data = session.recordings.files
     (tmp_path / "media" / "episodes" / "test").mkdir(parents=True)
     (tmp_path / "media" / "episodes" / "train").mkdir(parents=True)

@@ -34,6 +34,8 @@ def test_curve_is_sorted_and_keeps_last_value() -> None:
     assert metrics.curve("a").x.tolist() == [2, 5]
     assert metrics.curve("a").y.tolist() == [2.0, 3.0]
     assert metrics.best("a") == (3.0, 5.0)
+    tied = [{"step": step, "a": value} for step, value in ((1, 5.0), (2, 3.0), (3, 5.0), (4, 1.0))]
+    assert Metrics(tied).best("a") == (5.0, 3.0)  # the last of equal ones, as best.pt has
     assert metrics.best("b") is None and metrics.last("b") is None
 
 
