@@ -30,7 +30,7 @@ from rl_lab.errors import (
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.records import OBS_PREFIX, ActMode, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
-from rl_lab.utils.checkpoint.loading import Loaded
+from rl_lab.utils.checkpoint.loading import Loaded, load_weights
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.manifest import read_manifest
 from rl_lab.utils.checkpoint.matching import load_matching, partial_load
@@ -105,7 +105,7 @@ class Agent:
             raise LabError(
                 f"device='{device}' differs from the agent's {self.device}: use load_agent(run, device='{device}')"
             )
-        loaded = CheckpointManager.load_file(path, weights=True)
+        loaded = load_weights(path, getattr(self.workflow, "published_weights", None))
         parts = {
             "components": _networks(self.workflow.context.components),
             "controllers": dict(self.workflow.context.controller_manager.modules()),

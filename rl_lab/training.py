@@ -40,7 +40,7 @@ from rl_lab.errors import (
 from rl_lab.orchestration.update_check import UpdateWatch, check_updates
 from rl_lab.records import Spec
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
-from rl_lab.utils.checkpoint.loading import Loaded
+from rl_lab.utils.checkpoint.loading import Loaded, load_weights
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.matching import partial_load
 from rl_lab.utils.files import RunLock, absolute, read_json
@@ -474,7 +474,8 @@ def _load_weights(config: DictConfig, run: Run) -> None:
     named = {key: value for key, value in to_plain(config.load).items() if value is not None}
     if set(named) == {"path"}:
         named |= {"components": "all", "controllers": "all"}
-    loaded = CheckpointManager.load_file(Path(str(named["path"])), weights=True, on_warning=warnings.warn)
+    convert = getattr(run.workflow, "published_weights", None)  # of the authors' code
+    loaded = load_weights(Path(str(named["path"])), convert, warnings.warn)
     components = dict(run.context.components.items())
     partial_load(loaded.state, named, components, dict(run.context.controller_manager.modules()))
     run.workflow.weights_loaded()

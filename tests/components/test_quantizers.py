@@ -1,4 +1,4 @@
-"""Quantizers: a learned codebook, an averaged codebook with revival, and FSQ."""
+"""Quantizers: learned and averaged codebooks, FSQ, LFQ, residual codebooks, and none."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rl_lab.components.nn.quantizers import FSQ, EMAQuantizer, VectorQuantizer, entropy_bits
+from rl_lab.components.nn.quantizers import (
+    FSQ,
+    LFQ,
+    Continuous,
+    EMAQuantizer,
+    ResidualVQ,
+    VectorQuantizer,
+    entropy_bits,
+)
 from rl_lab.errors import ConfigError
 
 QUANTIZERS = {
     "vq": lambda: VectorQuantizer(vocab=12, dim=3),
     "ema": lambda: EMAQuantizer(vocab=12, dim=3),
     "fsq": lambda: FSQ(levels=(4, 3, 5)),
+    "lfq": lambda: LFQ(dim=3),
+    "residual": lambda: ResidualVQ(codes=4, stages=3, dim=3),
 }
 
 
@@ -198,3 +208,89 @@ def test_fsq_codes_are_one_to_one():
     assert len(torch.unique(reached)) == 60
     with pytest.raises(ConfigError, match="two levels"):
         FSQ(levels=(1, 3))
+
+
+# --- LFQ, residual quantization, none ---
+
+
+def test_lfq_codes_are_signs():
+    quantizer = LFQ(dim=3, entropy_weight=0.0, commitment=2.0)
+    vectors = torch.tensor([[0.5, -0.1, 2.0], [-3.0, -1.0, -0.2]])
+    found = quantizer(vectors)
+    assert found.tokens.tolist() == [0b101, 0]
+    assert found.vectors.tolist() == [[1.0, -1.0, 1.0], [-1.0, -1.0, -1.0]]
+    torch.testing.assert_close(found.loss, 2.0 * torch.tensor([0.25 + 0.81 + 1.0, 4.0 + 0.0 + 0.64]) / 3)
+
+
+def test_lfq_entropy_by_a_loop():
+    quantizer = LFQ(dim=2, entropy_weight=1.0, commitment=0.0, temperature=0.5)
+    vectors, mask = torch.tensor([[0.3, -0.2], [0.1, 0.4], [9.0, 9.0]]), torch.tensor([True, True, False])
+    rows, mean = [], [0.0] * 4
+    for x, y in vectors.tolist():
+        scores = [math.exp(2 / 0.5 * (x * a + y * b)) for b in (-1, 1) for a in (-1, 1)]
+        rows.append([score / sum(scores) for score in scores])
+    for row in rows[:2]:
+        mean = [m + share / 2 for m, share in zip(mean, row)]
+    batch = -sum(m * math.log(m) for m in mean)
+    wanted = [-sum(share * math.log(share) for share in row) - batch for row in rows[:2]]
+    torch.testing.assert_close(quantizer(vectors, mask).loss[:2], torch.tensor(wanted), atol=1e-5, rtol=1e-4)
+
+
+def test_residual_stages_quantize_what_is_left():
+    quantizer = ResidualVQ(codes=2, stages=2, dim=1, commitment=0.5)
+    quantizer.stages[0].codes.weight.data = torch.tensor([[0.0], [1.0]])
+    quantizer.stages[1].codes.weight.data = torch.tensor([[-0.2], [0.3]])
+    found = quantizer(torch.tensor([[0.9], [0.25]]))  # 1 - 0.2, 0 + 0.3
+    assert found.tokens.tolist() == [1 + 2 * 0, 0 + 2 * 1]
+    torch.testing.assert_close(found.vectors, torch.tensor([[0.8], [0.3]]))
+    wanted = 1.5 * torch.tensor([0.1**2 + 0.1**2, 0.25**2 + 0.05**2])
+    torch.testing.assert_close(found.loss, wanted)
+    torch.testing.assert_close(quantizer.embed(torch.tensor([1, 2])), found.vectors)
+
+
+def test_no_quantizer_limits_vectors():
+    quantizer = Continuous(dim=2)
+    vectors = torch.tensor([[0.5, -9.0]], requires_grad=True)
+    found = quantizer(vectors)
+    torch.testing.assert_close(found.vectors, torch.tanh(vectors))
+    assert quantizer.vocab == 0 and quantizer.embed(found.tokens) is found.tokens
+
+
+@pytest.mark.parametrize("wrong", [lambda: LFQ(dim=0), lambda: ResidualVQ(stages=0, dim=2)])
+def test_impossible_sizes_are_errors(wrong):
+    with pytest.raises(ConfigError, match="must be"):
+        wrong()
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("name", ["vq", "fsq", "lfq", "residual"])
+def test_quantizers_agree_with_vector_quantize_pytorch(name: str):
+    """The library that many use, lucidrains/vector-quantize-pytorch: the same codes for the same codebook."""
+    library = pytest.importorskip("vector_quantize_pytorch")
+    torch.manual_seed(0)
+    vectors = torch.randn(1, 64, 3)
+    if name == "fsq":
+        theirs, ours = library.FSQ(levels=[8, 5, 4]), FSQ(levels=(8, 5, 4))
+        wanted, indices = theirs(vectors)
+    elif name == "lfq":
+        theirs, ours = library.LFQ(codebook_size=8, dim=3).eval(), LFQ(dim=3)
+        wanted, indices, _ = theirs(vectors)
+        bits = torch.tensor([1, 2, 4])
+        indices = (indices.unsqueeze(-1) // torch.tensor([4, 2, 1]) % 2 * bits).sum(
+            -1
+        )  # theirs: first bit high
+    elif name == "residual":
+        theirs = library.ResidualVQ(dim=3, num_quantizers=2, codebook_size=8).eval()
+        ours = ResidualVQ(codes=8, stages=2, dim=3)
+        for stage, layer in zip(ours.stages, theirs.layers):
+            stage.codes.weight.data = layer.codebook.clone()
+        wanted, indices, _ = theirs(vectors)
+        indices = indices[..., 0] + 8 * indices[..., 1]
+    else:
+        theirs = library.VectorQuantize(dim=3, codebook_size=16).eval()
+        ours = VectorQuantizer(vocab=16, dim=3)
+        ours.codes.weight.data = theirs.codebook.clone()
+        wanted, indices, _ = theirs(vectors)
+    found = ours(vectors[0])
+    torch.testing.assert_close(found.vectors, wanted[0], atol=1e-5, rtol=1e-4)
+    assert torch.equal(found.tokens, indices[0].long())

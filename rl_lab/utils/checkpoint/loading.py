@@ -126,6 +126,23 @@ def load_checkpoint(
     return Loaded(path, migrate(_checked_dict(state, path), path), None)
 
 
+def load_weights(
+    path: Path | str,
+    convert: Callable[[Mapping[str, Any]], dict[str, Any]] | None,
+    on_warning: Warn | None = None,
+) -> Loaded:
+    """Load the weights of a checkpoint, or of a file of tensors that another code base saved.
+
+    convert: maps such tensors by name to the state of a checkpoint; None: only our checkpoints can be loaded
+    """
+    file = absolute(path)
+    if convert is not None and file.is_file() and not manifests(file.parent):
+        data = load_data(file, check_zip=True)
+        if isinstance(data, Mapping) and data and "components" not in data:
+            return Loaded(file, {"global_step": 0, **convert(data)}, None)
+    return load_checkpoint(path, weights=True, on_warning=on_warning)
+
+
 def _load_newest(folder: Path, weights: bool, on_damaged_replay: str, on_warning: Warn | None) -> Loaded:
     for _ in range(3):
         tried: list[str] = []

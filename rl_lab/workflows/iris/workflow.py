@@ -44,6 +44,7 @@ from rl_lab.records import (
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.iris.policy_loss import ImaginedPolicyLoss
+from rl_lab.workflows.iris.published import published_weights
 from rl_lab.workflows.iris.report import iris_report
 from rl_lab.workflows.iris.settings import IrisSettings
 
@@ -409,6 +410,10 @@ class IrisWorkflow(IrisActing):
 
     def report(self, batch: Batch) -> dict[str, Any]:
         return iris_report(self, batch)
+
+    def published_weights(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights that the authors' code saved, as a checkpoint of ours; for `load.path` and `Agent.load`."""
+        return dict(published_weights(state, self.tokenizer, self.world_model, self.actor_critic))
 
     def weights_loaded(self) -> None:
         if self.slow is not None:
