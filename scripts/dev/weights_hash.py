@@ -157,6 +157,8 @@ def hash_run(name: str, code: Path, words: list[str]) -> dict[str, Any]:
     from rl_lab.config.compose import compose_config
 
     config = compose_config([f"experiment={name}", "debug=tiny"])
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        return {"not_run": f"{', '.join(missing)} must be set"}
     known = [
         word
         for word in WORDS

@@ -58,6 +58,7 @@ def load_language_model(
         del where["revision"]
     build: dict[str, Any] = {"attn_implementation": "sdpa"}
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it lists the weights that are left out
     try:
         config = AutoConfig.from_pretrained(source, **where)
         config.is_decoder = True  # an encoder (BERT) attends to the past only
