@@ -1,12 +1,11 @@
-"""`rl-lab play --web`: page, WebSocket and downloads with Starlette on uvicorn.
-
-Web_access.py controls access.
-"""
+"""`rl-lab play --web`: page, WebSocket and downloads with Starlette on uvicorn, by the rules of web_access.py."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket as sockets
+import stat
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from pathlib import Path
@@ -17,15 +16,16 @@ from rl_lab.errors import LabError, MissingPackageError, install_line
 from rl_lab.run_folder import RunFolder
 from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, control_legend, show
 from rl_lab.tools.play.session import PlaySession
-from rl_lab.tools.web_access import WebAccess
+from rl_lab.tools.web_access import LARGEST_MESSAGE, REFUSED, WebAccess, make_nonce, page_headers
 
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.datastructures import MutableHeaders
     from starlette.requests import Request
-    from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
+    from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
     from starlette.routing import Route, WebSocketRoute
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from starlette.websockets import WebSocket
 
     from rl_lab.tools.play.clients import Clients
@@ -33,34 +33,50 @@ except ModuleNotFoundError as error:
     raise MissingPackageError(f"--web needs the package '{error.name}': {install_line('play')}") from error
 
 DOWNLOADS = {".mp4": "video/mp4", ".gif": "image/gif", ".npz": "application/octet-stream"}
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src 'self' blob: data:; "
-    "connect-src 'self' ws: wss:; media-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 class AccessMiddleware:
-    """ASGI middleware that rejects HTTP and WebSocket requests without access."""
+    """ASGI middleware that rejects HTTP and WebSocket requests without access, and adds the headers of pages."""
 
     def __init__(self, app: ASGIApp, access: WebAccess) -> None:
         self.app = app
         self.access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and not self._allowed(scope):
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            else:
-                text = "A token is required: open the link that rl-lab play printed.\n"
-                await PlainTextResponse(text, status_code=403)(scope, receive, send)
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
             return
-        await self.app(scope, receive, send)
-
-    def _allowed(self, scope: Scope) -> bool:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        tokens = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [])
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        token = query.get("token", [None])[0]
         client = scope.get("client")
-        return self.access.allowed(headers, tokens[0] if tokens else None, client[0] if client else "")
+        allowed = self.access.allowed(headers, token, client[0] if client else "")
+        if scope["type"] == "websocket":
+            if allowed:
+                await self.app(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        if not allowed:
+            answer: ASGIApp = PlainTextResponse(REFUSED, status_code=403)
+        elif scope["path"] == "/" and (moved := self.access.redirect(headers, "/", token)):
+            answer = Response(status_code=303, headers=moved)
+        else:
+            answer = self.app
+        await answer(scope, receive, _with_headers(send))
+
+
+def _with_headers(send: Send) -> Send:
+    """Add the headers that the answer does not have itself."""
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in page_headers().items():
+                headers.setdefault(name, value)
+        await send(message)
+
+    return send_with_headers
 
 
 def make_app(session: PlaySession, about: dict[str, str], media: Path, access: WebAccess) -> ASGIApp:
@@ -68,27 +84,25 @@ def make_app(session: PlaySession, about: dict[str, str], media: Path, access: W
     clients = Clients(session, {**about, **legend(session)})
     recordings = media / "recordings"
     html = files("rl_lab.tools.play").joinpath("page.html").read_text(encoding="utf-8")
-    safe = {
-        "Content-Security-Policy": POLICY,
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
 
     async def page(request: Request) -> HTMLResponse:
-        return HTMLResponse(html, headers={**safe, "Cache-Control": "no-store"})
+        nonce = make_nonce()
+        shown = html.replace("<script>", f'<script nonce="{nonce}">', 1)
+        return HTMLResponse(shown, headers=page_headers(nonce, request.headers.get("host", "")))
+
+    async def no_icon(request: Request) -> Response:
+        return Response(status_code=204)  # browsers ask for it
 
     async def listing(request: Request) -> JSONResponse:
-        found = sorted(_recordings(recordings), key=lambda file: file.stat().st_mtime, reverse=True)[:50]
-        return JSONResponse(
-            [{"name": file.name, "bytes": file.stat().st_size} for file in found], headers=safe
-        )
+        found = sorted(_recordings(recordings).items(), key=lambda item: item[1].st_mtime, reverse=True)[:50]
+        return JSONResponse([{"name": file.name, "bytes": facts.st_size} for file, facts in found])
 
     async def download(request: Request) -> FileResponse | PlainTextResponse:
         # Looked up among the existing files, so that no name can leave the folder.
         found = {file.name: file for file in _recordings(recordings)}.get(request.path_params["name"])
         if found is None:
             return PlainTextResponse("no such recording\n", status_code=404)
-        return FileResponse(found, media_type=DOWNLOADS[found.suffix], filename=found.name, headers=safe)
+        return FileResponse(found, media_type=DOWNLOADS[found.suffix], filename=found.name)
 
     async def live(socket: WebSocket) -> None:
         await clients.serve(socket)
@@ -103,6 +117,7 @@ def make_app(session: PlaySession, about: dict[str, str], media: Path, access: W
 
     routes = [
         Route("/", page),
+        Route("/favicon.ico", no_icon),
         Route("/recordings", listing),
         Route("/recordings/{name}", download),
         WebSocketRoute("/live", live),
@@ -153,7 +168,8 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         log_config=None,
         log_level="error",
         ws="auto",
-        ws_max_size=64 * 1024,
+        ws_max_size=LARGEST_MESSAGE,
+        h11_max_incomplete_event_size=LARGEST_MESSAGE,
         ws_per_message_deflate=False,  # images are compressed already
         ws_ping_interval=10.0,
         ws_ping_timeout=20.0,  # a lost connection is closed after this time
@@ -179,5 +195,12 @@ def bind(host: str, port: int) -> sockets.socket:
     return listener
 
 
-def _recordings(folder: Path) -> list[Path]:
-    return [file for file in folder.glob("*") if file.suffix in DOWNLOADS and not file.name.startswith(".")]
+def _recordings(folder: Path) -> dict[Path, os.stat_result]:
+    """Return the recordings with size and time. Links are left out: they may lead to any file."""
+    found = {}
+    for file in folder.glob("*") if not folder.is_symlink() and not folder.parent.is_symlink() else ():
+        with contextlib.suppress(OSError):  # it was deleted
+            facts = file.lstat()
+            if file.suffix in DOWNLOADS and not file.name.startswith(".") and stat.S_ISREG(facts.st_mode):
+                found[file] = facts
+    return found

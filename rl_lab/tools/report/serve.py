@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import html
 import mimetypes
-import secrets
+import os
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from rl_lab.errors import LabError, one_line
 from rl_lab.run_folder import RunFolder
@@ -28,9 +28,19 @@ from rl_lab.run_folder import output_root as outputs_folder
 from rl_lab.tools.report.command import page_of_runs
 from rl_lab.tools.report.page import Page, Section, render_page
 from rl_lab.tools.report.runs import files_below, runs_below
-from rl_lab.tools.web_access import WebAccess
+from rl_lab.tools.web_access import (
+    IDLE_S,
+    LONGEST_ANSWER_S,
+    LONGEST_REQUEST_S,
+    MOST_CONNECTIONS,
+    REFUSED,
+    WebAccess,
+    make_nonce,
+    page_headers,
+)
 
 POLL_SECONDS = 3.0  # between two polls of the run folders
+BLOCK = 1 << 16  # bytes of a file that are sent at a time
 REST = 3.0  # wait at least this many times as long as drawing took
 SCRIPT = """<script nonce="%s">
 const version = "%s";
@@ -47,11 +57,10 @@ setInterval(async () => {
 class LiveReport:
     """The newest page of the runs below some folders, and the files that it links to."""
 
-    def __init__(self, folders: Sequence[Path], by: str = "config", token: str | None = None) -> None:
+    def __init__(self, folders: Sequence[Path], by: str = "config") -> None:
         self.folders = list(folders)
         self.by = by
-        self._query = f"?token={quote(token, safe='')}" if token else ""
-        self.nonce = secrets.token_urlsafe(12)
+        self.nonce = make_nonce()
         self.files: dict[str, Path] = {}
         self.version = "0"
         self.page = self._plain("The page is being drawn.")
@@ -122,7 +131,7 @@ class LiveReport:
         def link(file: Path) -> str:
             name = f"file/{len(files)}{file.suffix.lower()}"
             files[name] = file
-            return name + self._query
+            return name
 
         page, _ = page_of_runs(folders, Path(self._scratch.name), self.by)
         page.script = self._script(version)
@@ -153,13 +162,14 @@ class LiveReport:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one LiveReport to allowed clients."""
+    """Serves one LiveReport to allowed clients, at most `MOST_CONNECTIONS` at a time, each for a limited time."""
 
     daemon_threads = True
 
     def __init__(self, live: LiveReport, access: WebAccess, port: int) -> None:
         self.live = live
         self.access = access
+        self.deadlines: dict[socket.socket, float] = {}  # open connections -> when they are closed
         self.address_family = socket.AF_INET6 if ":" in access.host else socket.AF_INET
         try:
             super().__init__((access.host, port), Handler)
@@ -172,6 +182,30 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         return self.access.url(self.server_address[1])
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return len(self.deadlines) < MOST_CONNECTIONS
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.deadlines[request] = time.monotonic() + LONGEST_REQUEST_S
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Close connections whose time is over; called a few times a second."""
+        now = time.monotonic()
+        for connection, deadline in list(self.deadlines.items()):
+            if now > deadline:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes its thread, which ends
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: clients that close a connection early are no error of ours."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
 
 class Handler(BaseHTTPRequestHandler):
     """Answers GET and HEAD for the page, its version, and the files it links to."""
@@ -179,21 +213,28 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     server_version = "rl-lab"
     sys_version = ""
-    timeout = 30
+    timeout = IDLE_S
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
+        self.server.deadlines[self.connection] = time.monotonic() + LONGEST_ANSWER_S
+        try:
+            address = urlsplit(self.path)
+        except ValueError:  # "//[" and the like
+            self._answer(HTTPStatus.BAD_REQUEST, b"That is no address.\n")
+            return
+        headers, access = dict(self.headers.items()), self.server.access
         token = parse_qs(address.query).get("token", [None])[0]
-        if not self.server.access.allowed(dict(self.headers.items()), token, self.client_address[0]):
-            self._answer(
-                HTTPStatus.FORBIDDEN,
-                b"The token is missing or wrong, or the request came from another page.\n",
-            )
+        if not access.allowed(headers, token, self.client_address[0]):
+            self._answer(HTTPStatus.FORBIDDEN, REFUSED.encode())
             return
         live = self.server.live
         name = address.path.lstrip("/")
-        if name in ("", "index.html"):
-            self._answer(HTTPStatus.OK, live.page, "text/html; charset=utf-8")
+        if name in ("", "index.html") and (moved := access.redirect(headers, "/", token)):
+            self._answer(HTTPStatus.SEE_OTHER, b"", more=moved)
+        elif name in ("", "index.html"):
+            self._answer(HTTPStatus.OK, live.page, "text/html; charset=utf-8", nonce=live.nonce)
+        elif name == "favicon.ico":  # browsers ask for it
+            self._answer(HTTPStatus.NO_CONTENT, b"")
         elif name == "version":
             self._answer(HTTPStatus.OK, live.version.encode())
         elif name in live.files:
@@ -205,27 +246,40 @@ class Handler(BaseHTTPRequestHandler):
 
     def _file(self, path: Path) -> None:
         try:
-            content = path.read_bytes()
+            file = open(path, "rb")  # noqa: SIM115 - closed below
         except OSError:
             self._answer(HTTPStatus.NOT_FOUND, b"The file was deleted.\n")
             return
-        self._answer(HTTPStatus.OK, content, mimetypes.guess_type(path.name)[0] or "application/octet-stream")
+        with file:
+            kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+            size = os.fstat(file.fileno()).st_size
+            self._head(HTTPStatus.OK, size, kind)
+            while self.command != "HEAD" and size > 0 and (block := file.read(min(BLOCK, size))):
+                self.wfile.write(block)
+                size -= len(block)
 
-    def _answer(self, status: HTTPStatus, content: bytes, kind: str = "text/plain; charset=utf-8") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Referrer-Policy", "no-referrer")  # the address carries the token
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header(
-            "Content-Security-Policy",
-            "default-src 'none'; img-src data:; media-src data: 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
-            f"script-src 'nonce-{self.server.live.nonce}'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-        )
-        self.end_headers()
+    def _answer(
+        self,
+        status: HTTPStatus,
+        content: bytes,
+        kind: str = "text/plain; charset=utf-8",
+        *,
+        nonce: str = "",
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        self._head(status, len(content), kind, nonce, more)
         if self.command != "HEAD":
             self.wfile.write(content)
+
+    def _head(
+        self, status: HTTPStatus, size: int, kind: str, nonce: str = "", more: Mapping[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(size))
+        for name, value in {**page_headers(nonce), **(more or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: URLs contain the token, and the page polls every few seconds."""
@@ -246,7 +300,7 @@ def serve(
         if runs and not folder.is_dir():
             raise LabError(f"{folder}: there is no such folder to report on")
     access = WebAccess(host, token)
-    live = LiveReport(folders, by, access.token)
+    live = LiveReport(folders, by)
     server = Server(live, access, port)
     threading.Thread(target=live.watch, daemon=True).start()
     print(f"serving {', '.join(str(folder) for folder in folders)} at {server.url} (stop with Ctrl-C)")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import io
 import json
 import logging
@@ -8,6 +9,7 @@ import socket
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,6 +160,51 @@ def test_downloads_stay_in_folder(serve: Serve, tmp_path: Path):
         assert status in (404, 405) and b"secret" not in data, name
 
 
+def test_links_and_folders_among_recordings_are_left_out(serve: Serve, tmp_path: Path):
+    site, recordings = serve(), tmp_path / "media" / "recordings"
+    recordings.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "secret.mp4").write_bytes(b"secret")
+    (recordings / "link.mp4").symlink_to(tmp_path / "secret.mp4")
+    (recordings / "folder.npz").mkdir()
+    (recordings / "<b>\"odd'.npz").write_bytes(b"fine")
+    assert [file["name"] for file in json.loads(site.get("/recordings")[1])] == ["<b>\"odd'.npz"]
+    for name in ("link.mp4", "folder.npz"):
+        assert site.get(f"/recordings/{name}")[0] == 404
+    status, data, headers = site.get("/recordings/" + urllib.parse.quote("<b>\"odd'.npz"))
+    assert (status, data) == (200, b"fine") and "attachment" in headers["Content-Disposition"]
+    (tmp_path / "media").rename(tmp_path / "elsewhere")
+    (tmp_path / "media").symlink_to(tmp_path / "elsewhere")
+    assert json.loads(site.get("/recordings")[1]) == []
+
+
+def test_every_answer_has_the_headers_of_pages(serve: Serve):
+    site = serve()
+    for path, status in (("/", 200), ("/recordings", 200), ("/recordings/x.npz", 404), ("/nothing", 404)):
+        found, _, headers = site.get(path)
+        assert found == status and headers["X-Frame-Options"] == "DENY", path
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert ("'nonce-" in headers["Content-Security-Policy"]) == (path == "/")
+        assert "script-src 'unsafe-inline'" not in headers["Content-Security-Policy"]
+    assert site.get("/", **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"})[0] == 403
+    assert site.get("/", Host="127.1")[0] == 403
+    first, second = (site.get("/")[2]["Content-Security-Policy"] for _ in range(2))
+    assert first != second, "a nonce is used once"
+
+
+def test_browser_is_sent_on_without_the_token(serve: Serve):
+    site = serve(host="0.0.0.0", token="a-long-secret-of-mine")
+    connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=20)
+    connection.request("GET", "/?token=a-long-secret-of-mine", headers={"Accept": "text/html"})
+    answer = connection.getresponse()
+    answer.read()
+    assert answer.status == 303 and answer.headers["Location"] == "/"
+    cookie = answer.headers["Set-Cookie"].partition(";")[0]
+    assert b"canvas" in site.get("/", Cookie=cookie)[1] and site.get("/recordings", Cookie=cookie)[0] == 200
+    socket = sync_client.connect(f"ws://127.0.0.1:{site.port}/live", additional_headers={"Cookie": cookie})
+    Page(socket).until(lambda p: p.status["steers"]).close()
+    connection.close()
+
+
 def test_second_page_only_watches(serve: Serve):
     site = serve(mode="dream", control="human", ends=None)
     first = site.page().until(lambda p: p.status["steers"])
@@ -258,7 +305,7 @@ def test_fuzzed_messages(serve: Serve):
 
 
 def test_other_addresses_require_token(serve: Serve):
-    site = serve(host="0.0.0.0", token="a-long-secret")
+    site = serve(host="0.0.0.0", token="a-long-secret-of-mine")
     for path in ("/", "/recordings", "/recordings/x.mp4", "/live", "/?token=wrong", "/?token=", "/nothing"):
         status, data, _ = site.get(path)
         assert status == 403 and b"printed" in data and b"canvas" not in data, path
@@ -266,8 +313,8 @@ def test_other_addresses_require_token(serve: Serve):
         with pytest.raises(InvalidStatus) as refused:
             sync_client.connect(f"ws://127.0.0.1:{site.port}/live{query}")
         assert refused.value.response.status_code == 403
-    assert site.get("/?token=a-long-secret")[0] == 200
-    assert site.get("/", Authorization="Bearer a-long-secret")[0] == 200
+    assert site.get("/?token=a-long-secret-of-mine")[0] == 200
+    assert site.get("/", Authorization="Bearer a-long-secret-of-mine")[0] == 200
     site.page().until(lambda p: p.status["steers"]).close()
 
 

@@ -48,7 +48,7 @@ def test_page_is_self_contained(browser: Any, make_run: MakeRun, tmp_path: Path)
 def test_live_page_reloads(browser: Any, make_run: MakeRun, tmp_path: Path):
     run = make_run(lines=5, media=False)
     access = WebAccess("127.0.0.1", "secret")
-    live = LiveReport([tmp_path / "outputs"], token=access.token)
+    live = LiveReport([tmp_path / "outputs"])
     server = Server(live, access, 0)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import http.client
 import os
 import re
 import shutil
@@ -34,7 +35,7 @@ def served(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
     def start(host: str = "127.0.0.1", token: str | None = None) -> Server:
         access = WebAccess(host, token)
-        live = LiveReport([tmp_path / "outputs"], token=access.token)
+        live = LiveReport([tmp_path / "outputs"])
         servers.append(Server(live, access, 0))
         threading.Thread(
             target=servers[-1].serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
@@ -169,6 +170,74 @@ def test_other_addresses_require_token(served, make_run: MakeRun):
         assert status == 403 and b"dreamer" not in body and token.encode() not in body
     assert get(server, f"version?token={token}")[0] == 200
     assert get(server, "version", {"Authorization": f"Bearer {token}"})[0] == 200
+
+
+def test_browser_is_sent_on_without_the_token(served, make_run: MakeRun):
+    server = served(host="0.0.0.0")
+    token = server.access.token
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection.request("GET", f"/?token={token}", headers={"Accept": "text/html"})
+    answer = connection.getresponse()
+    assert answer.status == 303 and answer.headers["Location"] == "/"
+    cookie = {"Cookie": answer.headers["Set-Cookie"].partition(";")[0]}
+    assert get(server, "", cookie)[0] == get(server, "version", cookie)[0] == 200
+    server.live.refresh()
+    assert token.encode() not in server.live.page, "no link has the token"
+    connection.close()
+
+
+def test_clients_that_send_or_read_nothing_are_closed(served, tmp_path: Path, monkeypatch):
+    """The others get their answers, and files are not read into memory as a whole."""
+    monkeypatch.setattr(report_serve, "LONGEST_REQUEST_S", 0.3)
+    monkeypatch.setattr(report_serve, "LONGEST_ANSWER_S", 1.0)
+    monkeypatch.setattr(report_serve, "MOST_CONNECTIONS", 3)
+    server = served()
+    with open(tmp_path / "long.mp4", "wb") as file:
+        file.truncate(1 << 33)
+    server.live.files["file/0.mp4"] = tmp_path / "long.mp4"
+    address = ("127.0.0.1", server.server_address[1])
+    slow, stuck = socket.create_connection(address), socket.create_connection(address)
+    slow.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\nX: ")
+    stuck.sendall(b"GET /file/0.mp4 HTTP/1.0\r\nHost: localhost\r\n\r\n")
+    assert get(server)[0] == 200
+    limit = time.monotonic() + 20
+    while server.deadlines and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not server.deadlines and slow.recv(1) == b""
+    many = [socket.create_connection(address) for _ in range(8)]
+    time.sleep(0.2)
+    assert len(server.deadlines) <= 3
+    for connection in (slow, stuck, *many):
+        connection.close()
+    while server.deadlines and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert get(server)[0] == 200
+
+
+def test_addresses_that_are_none(served):
+    server = served()
+    for path in ("//[", "/\x00", "/%00", "/../../etc/passwd", "/" + "a" * 70_000):
+        with socket.create_connection(("127.0.0.1", server.server_address[1])) as connection:
+            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+            connection.settimeout(20)
+            line = connection.recv(100).split(b"\r\n")[0]
+        assert line.split()[1] in (b"400", b"404", b"414"), (path[:20], line)
+
+
+@pytest.mark.parametrize("how", ["binary code.txt", "dangling link", "odd keys"])
+def test_odd_files_cost_the_page_nothing(served, make_run: MakeRun, tmp_path: Path, how: str):
+    good = write_short_metrics(make_run("outputs/good"))
+    odd = write_short_metrics(make_run("outputs/odd"))
+    if how == "binary code.txt":
+        (odd / "code.txt").write_bytes(b"\xff\xfe\x00")
+    elif how == "dangling link":
+        (odd / "media" / "reconstructions").mkdir(parents=True, exist_ok=True)
+        (odd / "media" / "reconstructions" / "a.png").symlink_to(tmp_path / "nothing.png")
+    else:
+        (odd / "config.yaml").write_text("experiment: {1: 2, null: 3}\n4: 5\n")
+    server = served()
+    assert server.live.refresh()
+    assert b"could not be drawn" not in server.live.page and good.name.encode() in server.live.page
 
 
 def test_watch_thread_draws(make_run: MakeRun, tmp_path: Path, monkeypatch):
