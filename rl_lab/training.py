@@ -316,6 +316,7 @@ def _run(
             tensorboard=bool(config.logging.tensorboard),
             wandb_mode=str(config.wandb.mode),
             wandb_options={"project": config.wandb.project, "name": config.experiment.name},
+            trackio=config.logging.get("trackio"),
             resume_step=loaded.step if loaded else None,
             resume_bytes=int(loaded.info.get("metrics_bytes", 0)) if loaded else 0,
         )

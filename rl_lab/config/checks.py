@@ -109,6 +109,7 @@ RULES: dict[str, Rule] = {
     "load.controllers": NAMES,
     "logging.tensorboard": FLAG,
     "logging.progress": one_of("auto", "live", "notebook", "plain", "off"),
+    "logging.trackio": ("a name or null", PATH[1]),
     "wandb.mode": one_of("online", "offline", "disabled"),
     "launch.name": one_of("single", "pack"),
     "launch.per_gpu": integer(1),

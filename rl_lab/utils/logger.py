@@ -1,4 +1,4 @@
-"""Logging of a run: metrics.jsonl, TensorBoard, media files and, optionally, wandb."""
+"""Logging of a run: metrics.jsonl, TensorBoard, media files and, optionally, wandb and Trackio."""
 
 from __future__ import annotations
 
@@ -119,6 +119,44 @@ class WandbWriter:
         self._run.finish()
 
 
+TRACKIO_FILE = "trackio_run.txt"  # the run's name there: a resumed run continues it
+
+
+class TrackioWriter:
+    """Sends scalars, images and videos to Trackio, whose data stay on this machine (`trackio show`)."""
+
+    def __init__(self, run_dir: Path, project: str) -> None:
+        try:
+            import trackio
+        except ImportError:
+            raise MissingPackageError(
+                f"logging.trackio={project} needs the package trackio: {install_line('trackio')}, or set "
+                "logging.trackio=null"
+            ) from None
+        self._trackio = trackio
+        file = run_dir / TRACKIO_FILE
+        name = file.read_text().strip() if file.is_file() else "-".join(run_dir.absolute().parts[-2:])
+        try:
+            self._run = trackio.init(project=project, name=name, resume="allow", embed=False)
+        except Exception as error:
+            raise ConfigError(
+                f"logging.trackio={project}: Trackio cannot start ({one_line(error)}); null switches it off"
+            ) from error
+        file.write_text(f"{name}\n")
+
+    def scalars(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def image(self, name: str, image: Any, step: int) -> None:
+        self._run.log({name: self._trackio.Image(image)}, step=step)
+
+    def video(self, name: str, file: Path, step: int) -> None:
+        self._run.log({name: self._trackio.Video(str(file))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class ExperimentLogger:
     """Logs scalars, images, videos and text of a run to every output.
 
@@ -137,15 +175,18 @@ class ExperimentLogger:
         tensorboard: bool = True,
         wandb_mode: str = "disabled",
         wandb_options: Mapping[str, Any] | None = None,
+        trackio: str | None = None,  # project
         resume_step: int | None = None,
         resume_bytes: int | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        # wandb first: a missing package is reported before any file is truncated or opened.
-        self._wandb = (
-            None if wandb_mode == "disabled" else WandbWriter(self.run_dir, wandb_mode, wandb_options or {})
-        )
+        # These first: a missing package is reported before any file is truncated or opened.
+        self._trackers: dict[str, WandbWriter | TrackioWriter] = {}
+        if wandb_mode != "disabled":
+            self._trackers["wandb"] = WandbWriter(self.run_dir, wandb_mode, wandb_options or {})
+        if trackio:
+            self._trackers["Trackio"] = TrackioWriter(self.run_dir, trackio)
         self._jsonl = JsonlWriter(self.run_dir / "metrics.jsonl", resume_bytes=resume_bytes)
         self._tensorboard: TensorBoardWriter | None = None
         if tensorboard:
@@ -171,8 +212,8 @@ class ExperimentLogger:
         shown = values | {f"time/{key}": float(value) for key, value in known.items()}
         if self._tensorboard:
             self._guarded("TensorBoard", self._tensorboard.scalars, shown, step)
-        if self._wandb:
-            self._guarded("wandb", self._wandb.scalars, shown, step)
+        for name, tracker in self._trackers.items():
+            self._guarded(name, tracker.scalars, shown, step)
 
     def image(self, name: str, array: Any, step: int, folder: str | None = None) -> Path | None:
         """Log (C, H, W) uint8 to TensorBoard, and as PNG under media/<folder>/ if `folder` is not None."""
@@ -180,8 +221,8 @@ class ExperimentLogger:
         path = self._media_path(folder, name, step) if folder is not None else None
         if self._tensorboard:
             self._guarded("TensorBoard", self._tensorboard.image, name, shown, step)
-        if self._wandb:
-            self._guarded("wandb", self._wandb.image, name, shown, step)
+        for output, tracker in self._trackers.items():
+            self._guarded(output, tracker.image, name, shown, step)
         return self._guarded("images", save_image, path, shown) if path else None
 
     def video(
@@ -196,8 +237,8 @@ class ExperimentLogger:
         if self._tensorboard:
             self._guarded("TensorBoard", self._tensorboard.animation, name, frames, step, fps)
         file: Path | None = self._guarded("videos", save_video, path, frames, fps)
-        if self._wandb and file:
-            self._guarded("wandb", self._wandb.video, name, file, step)
+        for output, tracker in self._trackers.items() if file else ():
+            self._guarded(output, tracker.video, name, file, step)
         return file
 
     def text(self, name: str, text: str, step: int = 0) -> None:
@@ -221,8 +262,8 @@ class ExperimentLogger:
         self._jsonl.close()
         if self._tensorboard:
             self._guarded("TensorBoard", self._tensorboard.close)
-        if self._wandb:
-            self._guarded("wandb", self._wandb.close)
+        for output, tracker in self._trackers.items():
+            self._guarded(output, tracker.close)
 
     def __enter__(self) -> ExperimentLogger:
         return self

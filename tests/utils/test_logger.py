@@ -205,11 +205,60 @@ def test_wandb_logs_and_resumes(tmp_path, monkeypatch):
     assert calls[-1] == ("finish",)
 
 
+def test_trackio_logs_and_resumes(tmp_path, monkeypatch):
+    calls: list[tuple] = []
+    run = types.SimpleNamespace(
+        log=lambda row, step: calls.append(("log", sorted(row), step)),
+        finish=lambda: calls.append(("finish",)),
+    )
+
+    def init(**settings):
+        calls.append(("init", settings))
+        return run
+
+    fake = types.SimpleNamespace(init=init, Image=lambda array: array, Video=lambda file: file)
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    for folder in (tmp_path / "day" / "time", tmp_path / "day" / "moved"):
+        with ExperimentLogger(folder, tensorboard=False, trackio="p") as logger:
+            logger.scalars({"train/x": 1.0}, step=3, frames=6)
+            logger.image("report/i", clip()[0], step=3)
+            logger.video("report/v", clip(), step=3)
+        (tmp_path / "day" / "time").rename(tmp_path / "day" / "moved") if folder.name == "time" else None
+    settings = {"project": "p", "name": "day-time", "resume": "allow", "embed": False}
+    assert [call[1] for call in calls if call[0] == "init"] == [settings, settings]  # the name stays
+    assert ("log", ["time/frames", "train/x"], 3) in calls and ("log", ["report/v"], 3) in calls
+    assert calls[-1] == ("finish",)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(MissingPackageError, match=re.escape(install_line("trackio"))):
+        ExperimentLogger(tmp_path / "other", trackio="p")
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+@pytest.mark.extras
+def test_real_trackio_keeps_the_metrics(tmp_path, subprocess_env):
+    """In its own process: Trackio reads its folder when it is imported."""
+    code = (
+        "import sys; from rl_lab.utils.logger import ExperimentLogger\n"
+        "for step in (1, 2):\n"
+        "    with ExperimentLogger(sys.argv[1], tensorboard=False, trackio='p') as log:\n"
+        "        log.scalars({'train/x': float(step)}, step=step)\n"
+        "import trackio\n"
+        "(run,) = trackio.Api().runs('p')\n"
+        "print(run.name)"
+    )
+    environ = subprocess_env | {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a" / "b")], capture_output=True, text=True, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "a-b"  # one run, which the second process continued
+
+
 def test_logger_imports_lazily(tmp_path, subprocess_env):
     code = (
         "import sys; from rl_lab.utils.logger import ExperimentLogger; "
         "ExperimentLogger(sys.argv[1], tensorboard=False).close(); "
-        "print([m for m in ('wandb', 'imageio_ffmpeg', 'tensorboard', 'torch', 'PIL') if m in sys.modules])"
+        "print([m for m in ('wandb', 'trackio', 'imageio_ffmpeg', 'tensorboard', 'torch', 'PIL') if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=subprocess_env
