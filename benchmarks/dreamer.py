@@ -1,6 +1,7 @@
 """Time of one Dreamer update: 16×64 steps of 64×64×3 images, 17 actions, including replay and write-back.
 
     rl-lab bench dreamer --size 1m,12m,50m,200m
+    rl-lab bench dreamer --version v1,v2,2023,2024,today       # each at about 12 million parameters, ratio to today's
 
 Each size is built as in training (config, parts, optimizer, replay, hook runner with capture); the rows are
 random. Times are medians of single updates with a synchronization after each. `first_update_s` is from
@@ -20,6 +21,7 @@ import torch
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.build import assemble_workflow, build_buffers
 from rl_lab.config.compose import compose_config, resolve_config
+from rl_lab.errors import require_choice
 from rl_lab.launch.runtime import resolve_device
 from rl_lab.orchestration.collector import ActRunner
 from rl_lab.orchestration.diagnostics import print_kernels
@@ -34,6 +36,8 @@ ACTIONS = 17  # as in the measurements of other implementations
 def run(argv: list[str]) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(prog="rl-lab bench dreamer", description="time of one Dreamer update")
     parser.add_argument("--size", default="12m", help="one or several sizes, separated by commas")
+    parser.add_argument("--version", help=f"versions at equal size, by commas: {', '.join(VERSIONS)}")
+    parser.add_argument("--precision", default="auto", help="training.precision, for all versions")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--batch", default="16x64", help="sequences x steps")
     parser.add_argument("--device", default="auto")
@@ -42,20 +46,56 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     parser.add_argument("--profile", action="store_true", help="print the kernels of one update")
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
+    if options.version:
+        return measure_versions(options.version.split(","), options)
     for size in options.size.split(","):
-        rows += measure(size, options)
+        rows += measure(size, [f"size={size}"], options)
     return rows
 
 
-def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Build one size and time its updates and its acting."""
+# At about 12 million parameters, with the same batch: V1 and V2 have widths between theirs and those of 2023.
+SIZE_2023 = "{deter: 512, hidden: 352, stoch: 32, classes: 32, blocks: 1, depth: 20, units: 352, bins: 255, layers: 2}"
+SIZE_V2 = "{deter: 400, hidden: 400, stoch: 32, classes: 32, blocks: 1, depth: 32, units: 400, bins: 0}"
+SIZE_V1 = "{deter: 600, hidden: 600, stoch: 64, classes: 1, blocks: 1, depth: 36, units: 400, bins: 0}"
+VERSIONS: dict[str, list[str]] = {
+    "v1": [
+        "algorithm=dreamer_v1",
+        f"algorithm.size={SIZE_V1}",
+        "controllers.actor.gradient=dynamics",
+    ],
+    "v2": ["algorithm=dreamer_v2", f"algorithm.size={SIZE_V2}"],
+    "2023": ["algorithm=dreamer_2023", f"algorithm.size={SIZE_2023}"],
+    "2024": ["algorithm=dreamer_2024", "size=12m"],
+    "today": ["algorithm=dreamer", "size=12m"],
+}
+
+
+def measure_versions(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every version, and its time relative to today's."""
+    for name in names:
+        require_choice("--version", name, VERSIONS)
+    rows: list[dict[str, Any]] = []
+    times: dict[str, float] = {}
+    for name in dict.fromkeys([*names, "today"]):
+        optimizer = [] if name in ("2024", "today") else ["~optimizers.model.warmup"]
+        found = measure(name, [*VERSIONS[name], *optimizer], options)
+        times[name] = found[0]["value"]
+        rows += found
+    return rows + [
+        {"name": f"dreamer/{name}/times_today", "value": times[name] / times["today"], "unit": "x"}
+        for name in times
+    ]
+
+
+def measure(label: str, words: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Build one size or version and time its updates and its acting."""
     start = time.perf_counter()
     device = resolve_device(options.device)
     spec = Spec("bench", {"image": ArraySpec((3, 64, 64), "uint8")}, ActionSpec("discrete", (), (ACTIONS,)))
     batch_size, batch_length = options.batch.split("x")
     words = [
-        f"size={size}",
-        "components/encoder=dict",
+        *words,
+        f"training.precision={options.precision}",
         f"experiment.device={device}",
         f"environment.num_envs={STREAMS}",
     ]
@@ -86,7 +126,7 @@ def measure(size: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     times = [update() for _ in range(options.updates)]
     if options.profile:
         print_kernels(update)
-    name = f"dreamer/{size}"
+    name = f"dreamer/{label}"
     rows = [
         {"name": f"{name}/update_ms", "value": statistics.median(times), "unit": "ms"},
         {"name": f"{name}/first_update_s", "value": first, "unit": "s"},

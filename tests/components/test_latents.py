@@ -67,3 +67,19 @@ def test_wrong_settings():
         make_latent("gauss", 4, 1, **options)
     with pytest.raises(ConfigError, match=r"components.rssm.std_form"):
         make_latent("gaussian", 4, 1, **options | {"std_form": "exp"})
+
+
+@pytest.mark.parametrize("unimix", [0.0, 0.01])
+def test_fused_sample_equals_plain(unimix: float):
+    results = []
+    raw, noise, weight = torch.randn(2, 5, 12), torch.rand(2, 5, 3), torch.randn(2, 5, 3, 4)
+    for fast in (False, True):
+        latent = CategoricalLatent(3, 4, unimix=unimix)
+        latent.fast = fast
+        logits = raw.clone().requires_grad_()
+        sample, statistics = latent.draw(logits, noise)
+        (sample * weight + statistics.exp() * weight.square()).sum().backward()
+        results.append((sample.detach(), statistics.detach(), logits.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    for plain, fused in zip(*results):
+        assert torch.allclose(plain, fused, atol=1e-6)

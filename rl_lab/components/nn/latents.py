@@ -8,9 +8,12 @@ float32.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
 
 from rl_lab.components.nn import categorical
 from rl_lab.errors import ConfigError, require_choice
@@ -21,12 +24,14 @@ STD_FORMS = ("softplus", "sigmoid2")
 LOG_2_PI = math.log(2.0 * math.pi)
 
 
-class CategoricalLatent:
+class CategoricalLatent(nn.Module):
     """S one-hot variables of C classes, mixed with the uniform distribution (unimix; 0 in DreamerV2)."""
 
+    fast = False  # samples in one kernel; see fast_path.py
     noise_kind = "uniform"
 
     def __init__(self, stoch: int, classes: int, *, unimix: float = 0.01) -> None:
+        super().__init__()
         self.stoch, self.classes, self.unimix = stoch, classes, unimix
         self.width = stoch * classes
         self.column = ArraySpec((stoch,), "uint8")
@@ -40,6 +45,10 @@ class CategoricalLatent:
 
     def draw(self, raw: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Noise (…, S) uniform -> one-hot sample (…, S, C) with the gradient of the probabilities; statistics."""
+        if self.fast:
+            rows = raw.flatten(0, -2)
+            sample = FusedSample.apply(rows, noise.reshape(len(rows), -1), self.unimix)
+            return sample.view(*raw.shape[:-1], self.stoch, self.classes), self.statistics(raw)
         grouped = raw.unflatten(-1, (self.stoch, self.classes))
         probs = categorical.unimix_probs(grouped, self.unimix)
         log_probs = probs.log() if self.unimix else torch.log_softmax(grouped.float(), -1)
@@ -63,7 +72,31 @@ class CategoricalLatent:
         return categorical.one_hot(column.long(), self.classes)
 
 
-class GaussianLatent:
+class FusedSample(torch.autograd.Function):
+    """logits (R, S·C), noise (R, S) -> one-hot (R, S·C) float32, with the gradient of the probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, noise: torch.Tensor, unimix: float) -> torch.Tensor:
+        from rl_lab.components.kernels.sampling import categorical_sample
+
+        logits = logits.contiguous()
+        no_bias = torch.zeros(logits.shape[-1], device=logits.device)
+        probs, sample = categorical_sample(logits, no_bias, noise, unimix)
+        ctx.save_for_backward(probs)
+        ctx.unimix, ctx.dtype = unimix, logits.dtype
+        return sample.float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        from rl_lab.components.kernels.sampling import categorical_sample_backward
+
+        (probs,) = ctx.saved_tensors
+        found = categorical_sample_backward(probs, None, grad.contiguous(), None, ctx.unimix, ctx.dtype)
+        return found, None, None
+
+
+class GaussianLatent(nn.Module):
     """S independent normals (DreamerV1, and an option of V2 and V3).
 
     std_form: softplus (danijar/dreamer models.py) | sigmoid2: 2 sigmoid(x / 2) (danijar/dreamerv2 common/nets.py)
@@ -73,6 +106,7 @@ class GaussianLatent:
     classes = 1
 
     def __init__(self, stoch: int, *, std_form: str = "softplus", min_std: float = 0.1) -> None:
+        super().__init__()
         require_choice("components.rssm.std_form", std_form, STD_FORMS)
         self.stoch, self.std_form, self.min_std = stoch, std_form, min_std
         self.width = 2 * stoch

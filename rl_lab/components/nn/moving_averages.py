@@ -42,9 +42,9 @@ class SlowCopy(nn.Module):
         if self.every == 1:
             torch._foreach_lerp_(slow, fast, rate)
             return
-        due = torch.where(self.calls % self.every == 0, rate, 0.0)
+        due = (self.calls % self.every == 0).float() * rate
         for target, value in zip(slow, fast):
-            target.lerp_(value, due.to(target.dtype))
+            target.lerp_(value, due)
         self.calls.add_(1)
 
 
