@@ -27,6 +27,7 @@ def test_learns_continuous_cue(tmp_path: Path):
 def test_learns_discrete_cue(tmp_path: Path):
     """dummy/discrete, by planning over categoricals: random actions get 1.3, the best 10."""
     words = ["environment=dummy_discrete", *SMALL, *QUIET, "training.total_timesteps=500"]
+    words += ["phases=seeded", "environment.action_repeat=1"]
     words += ["training.evaluate.every_env_steps=500", f"run_dir={tmp_path / 'run'}"]
     run = rl_lab.train("tdmpc2_cartpole", words)
     assert run.eval_return_mean is not None and run.eval_return_mean > 6
@@ -43,7 +44,7 @@ def test_swings_up_pendulum(name: str, tmp_path: Path):
 
 @pytest.mark.learning
 def test_balances_pole_with_discrete_planner(tmp_path: Path):
-    """Random actions get about 20, the best 500."""
+    """Random actions get about 20, the best 500; three seeds had 498 and more over their last five evaluations."""
     run = rl_lab.train("tdmpc2_cartpole", [*QUIET, f"run_dir={tmp_path / 'run'}"])
-    result = evaluate(run.path, checkpoint="best", episodes=20, seed=1)
-    assert result["return_mean"] > 300
+    result = evaluate(run.path, checkpoint="last", episodes=20, seed=1)
+    assert result["return_mean"] > 450
