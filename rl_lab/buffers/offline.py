@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from rl_lab.buffers.chunk_files import FORMAT, ChunkFiles, LostFile, RestorePlan
-from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
 from rl_lab.buffers.episodes.buffer import episode_folder
 from rl_lab.buffers.episodes.store import EpisodeStore
 from rl_lab.buffers.episodes.writer import OpenEpisodes
+from rl_lab.buffers.formats.dataset import Dataset, open_dataset, recognize
+from rl_lab.buffers.formats.episode import to_rows
 from rl_lab.buffers.formats.zarr_layout import Keys, ZarrEpisodes, is_zarr_layout
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.buffers.ring import Array, as_rows
@@ -80,11 +81,14 @@ class OfflineBuffer(ReplayBuffer):
                 self._columns.write(name, position, tensor)
         self._rebuild_ring(length)
 
+    def column(self, name: str) -> torch.Tensor:
+        """Return one column of all rows, (N, T, …)."""
+        return self._columns.read(name, 0, self.total_rows)
+
     def describe(self) -> str:
         """One line about the data: path, episodes, returns, memory."""
         reward, is_first, terminated, truncated = (
-            self._columns.read(name, 0, self.total_rows).cpu().numpy()
-            for name in ("reward", "is_first", "terminated", "truncated")
+            self.column(name).cpu().numpy() for name in ("reward", "is_first", "terminated", "truncated")
         )
         returns = episode_returns(reward, is_first, terminated | truncated)
         statistics = "no complete episode"
@@ -182,7 +186,7 @@ def open_source(
     observations: Mapping[str, Keys] | None = None,
     episodes: int | None = None,
 ) -> RowSource:
-    """Open a run, a checkpoint, the folder of an EpisodeBuffer, a zarr folder, or one or more episode files."""
+    """Open a run, a checkpoint, the folder of an EpisodeBuffer, a zarr folder, or stored episodes of any format."""
     if is_zarr_layout(path):
         return ZarrEpisodes(path, spec, observations, episodes)
     if observations is not None or episodes is not None:
@@ -190,31 +194,19 @@ def open_source(
             f"{path}: `observations` and `episodes` are for data in a zarr folder, which it is not; remove them"
         )
     if not path.exists():
+        raise ConfigError(f"{path} does not exist: use a run folder, or a data set (rl-lab data info PATH)")
+    found = recognize(path)
+    if found is None:
         raise ConfigError(
-            f"{path} does not exist: use a run folder, or a folder of .npz or .pt episode files"
+            f"{path} is neither a run folder nor a data set of a known format; use one of these (rl-lab data --help)"
         )
-    if path.is_file():
-        manifest = path.parent / f"{path.name.split('.')[0]}.json"
-        if manifest.exists() or path.name == "last.pt":
-            return open_run(path, spec, buffer)
-        if path.suffix not in SUFFIXES:
-            raise ConfigError(
-                f"{path} is not an episode file: use a file that ends in {' or '.join(SUFFIXES)}"
-            )
-        return EpisodeFiles([path], spec)
-    if any(path.glob("checkpoints/step_*.json")) or any(path.glob("step_*.json")):
-        return open_run(path, spec, buffer)
-    folder = episode_folder(path, buffer)
+    if found.name != "lab":
+        return DatasetRows(open_dataset(path, found.name), spec)
+    has_steps = any(path.glob("checkpoints/step_*.json")) or any(path.glob("step_*.json"))
+    folder = None if path.is_file() or has_steps else episode_folder(path, buffer)
     if folder is not None:  # of a buffer, or of a run without checkpoints
         return EpisodeRows(folder, spec)
-    if (path / "checkpoints").is_dir():
-        return open_run(path, spec, buffer)
-    files = [file for file in path.iterdir() if file.suffix in SUFFIXES and not file.name.startswith(".")]
-    if not files:
-        raise ConfigError(
-            f"{path} is neither a run folder nor a folder of .npz or .pt episode files; use one of these"
-        )
-    return EpisodeFiles(files, spec)
+    return open_run(path, spec, buffer)
 
 
 def open_run(path: Path, spec: Spec, buffer: str) -> RowSource:
@@ -223,6 +215,43 @@ def open_run(path: Path, spec: Spec, buffer: str) -> RowSource:
     if saved.entry["meta"].get("kind") == "episodes":
         return EpisodeRows(saved.folder, spec, saved.entry)
     return RunRows(saved, spec)
+
+
+# --- Stored episodes of other formats ------------------------------------------------------------
+
+
+class DatasetRows:
+    """Episodes of a Dataset as the rows of one stream, in its order; a RowSource."""
+
+    num_streams = 1
+
+    def __init__(self, dataset: Dataset, spec: Spec) -> None:
+        self.dataset, self.spec = dataset, spec
+        self.length = int(dataset.lengths.sum()) + len(dataset)
+        self.fingerprint = dataset.fingerprint()
+        self._repeated = 0
+
+    def pieces(self, columns: dict[str, ArraySpec]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield position and rows (1, count, …) of each episode."""
+        position = self._repeated = 0
+        for index in range(len(self.dataset)):
+            episode = self.dataset.episode(index)
+            try:
+                rows = to_rows(episode, self.spec)
+            except ConfigError as error:
+                raise self.dataset.fault(index, error) from None
+            self._repeated += episode.last_repeated
+            yield position, rows
+            position += len(episode) + 1
+
+    def notes(self) -> list[str]:
+        """Return remarks about the data for `describe`."""
+        notes = self.dataset.notes()
+        if self._repeated:
+            notes.append(
+                f"in {self._repeated:,} episodes the last observation is missing and the previous one is repeated"
+            )
+        return notes
 
 
 # --- Replay of another run ----------------------------------------------------------------------

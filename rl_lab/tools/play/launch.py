@@ -216,7 +216,8 @@ def _replay_starts(agent: Agent, folder: RunFolder, length: int) -> Starts:
 def _recorded_starts(agent: Agent, folder: RunFolder, args: argparse.Namespace) -> Starts:
     import numpy as np
 
-    from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
+    from rl_lab.buffers.formats.dataset import stored_rows
+    from rl_lab.buffers.formats.files import SUFFIXES, EpisodeFiles
 
     splits = [args.split] if args.split else list(SPLITS)
     files: list[Path] = [
@@ -229,8 +230,9 @@ def _recorded_starts(agent: Agent, folder: RunFolder, args: argparse.Namespace) 
         raise LabError(
             f"{folder.media} has no recorded episode (.npz): record one with -s, or use --start real"
         )
-    pieces = EpisodeFiles(files, agent.spec).pieces(agent.spec.row_columns())
-    episodes = [{name: np.asarray(value)[0] for name, value in rows.items()} for _, rows in pieces]
+    recorded = EpisodeFiles(files)
+    rows_of = [stored_rows(recorded, index, agent.spec) for index in range(len(recorded))]
+    episodes = [{name: np.asarray(value)[0] for name, value in rows.items()} for rows in rows_of]
     return EpisodeStarts(episodes, args.context)
 
 

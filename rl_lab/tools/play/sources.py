@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_lab.buffers.episode_files import SUFFIXES, EpisodeFiles
+from rl_lab.buffers.formats.dataset import stored_rows
+from rl_lab.buffers.formats.files import SUFFIXES, EpisodeFiles
 from rl_lab.environments.world_model_env import ImaginedEpisodes
 from rl_lab.errors import ConfigError, LabError, closest, install_line
 from rl_lab.protocols import InspectablePolicy, ObservationDecoder
@@ -447,8 +448,7 @@ class EpisodesSource:
     def _read(self, file: Path) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
         if file.suffix in VIDEOS:
             return {}, read_video(file)
-        files = EpisodeFiles([file], self.spec)
-        _, rows = next(iter(files.pieces(self.spec.row_columns())))
+        rows = stored_rows(EpisodeFiles([file]), 0, self.spec)
         return {name: np.asarray(value)[0] for name, value in rows.items()}, None
 
 

@@ -1,0 +1,46 @@
+"""Opening HDF5 files and reading arrays from them, with one sentence for a damaged file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_lab.buffers.formats.episode import MissingKeyError
+from rl_lab.errors import ConfigError
+
+
+def open_hdf5(path: Path, mode: str = "r") -> Any:
+    """Return an h5py.File; ConfigError if it cannot be read."""
+    import h5py
+
+    if mode != "r":
+        return h5py.File(path, mode)
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: the data set is incomplete")
+    try:
+        return h5py.File(path, "r")
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: it is damaged or not an HDF5 file ({_first_line(error)})"
+        ) from None
+
+
+def array_at(group: Any, name: str) -> np.ndarray:
+    """Return the array of a name; ConfigError if it is missing, no array, or damaged."""
+    import h5py
+
+    found = group.get(name)
+    if found is None:
+        raise MissingKeyError(f"'{name}' is missing; there are {', '.join(sorted(group)) or 'no arrays'}")
+    if not isinstance(found, h5py.Dataset):
+        raise ConfigError(f"'{name}' is a group, not an array")
+    try:
+        return np.asarray(found[()])
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"'{name}' cannot be read: the file is damaged ({_first_line(error)})") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
