@@ -28,7 +28,11 @@ VERBS = {
         "curves, scores and imagined rollouts of runs as one HTML page; --serve keeps it up to date",
     ),
     "suite": ("rl_lab.tools.suite.command", "run a benchmark of several tasks and seeds: rl-lab suite NAME"),
-    "collect": ("rl_lab.tools.collect", "store episodes of a policy as a dataset (not in this version yet)"),
+    "collect": (
+        "rl_lab.tools.collect.command",
+        "store episodes of an agent, an expert, the random policy or a person as a data set",
+    ),
+    "data": ("rl_lab.tools.data", "describe, convert or check a data set: rl-lab data info PATH"),
     "bench": ("rl_lab.tools.bench", "run a benchmark: rl-lab bench loop"),
     "list": ("rl_lab.tools.listing", "list experiments, workflows, components, environments and sizes"),
     "doctor": (
@@ -36,7 +40,6 @@ VERBS = {
         "check this machine, and print the commands that install missing packages",
     ),
 }
-NOT_YET_AVAILABLE = ("collect",)
 
 
 def help_text() -> str:
@@ -140,8 +143,6 @@ def _dispatch(args: list[str]) -> int:
 def _run_verb(verb: str, args: list[str]) -> int:
     if verb not in VERBS:
         raise LabError(f"rl-lab has no verb '{verb}'.{closest(verb, VERBS)}")
-    if verb in NOT_YET_AVAILABLE:
-        raise LabError(f"rl-lab {verb} is not in this version yet")
     _require_current_folder()
     module = import_module(VERBS[verb][0])
     parser = Parser(prog=f"rl-lab {verb}", description=VERBS[verb][1], allow_abbrev=False)

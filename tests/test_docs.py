@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 
 import rl_lab
-from rl_lab.cli import NOT_YET_AVAILABLE, VERBS
+from rl_lab.cli import VERBS
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config
 
@@ -112,7 +112,7 @@ def check_rl_lab(words: list[str]) -> None:
     if verb.startswith("--"):
         assert verb in ("--help", "--version")
         return
-    assert verb in VERBS and verb not in NOT_YET_AVAILABLE, f"rl-lab {verb}"
+    assert verb in VERBS, f"rl-lab {verb}"
     if verb == "train":
         overrides, folders = train_overrides(words[1:])
         config = compose_config(overrides, config_dirs=folders)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_lab.cli import NOT_YET_AVAILABLE, VERBS, main
+from rl_lab.cli import VERBS, main
 from rl_lab.errors import LabError, install_line, one_line, unexpected
 
 TINY = ["train", "debug=tiny", "logging.progress=off", "logging.tensorboard=false"]
@@ -118,7 +118,7 @@ def test_missing_suite_package_prints_install_command(monkeypatch, capsys):
     assert "needs the package 'crafter'" in text and install_line("crafter") in text
 
 
-@pytest.mark.parametrize("verb", sorted(set(VERBS) - set(NOT_YET_AVAILABLE)))
+@pytest.mark.parametrize("verb", sorted(VERBS))
 def test_every_verb_has_debug_flag(verb: str, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"])

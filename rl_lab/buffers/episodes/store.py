@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -371,6 +371,11 @@ class EpisodeStore:
         self.lost += found
         self._report(f"episodes: {found[0]}: lost; the other episodes are used")
         return found[0]
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Remove episodes; their numbers are not used again."""
+        self.table.drop(set(numbers))
+        self._log([DroppedEpisode(number) for number in numbers])
 
     def reseal(self, chunk: int) -> None:
         """Seal a damaged chunk again with its current size and checksum; its intact episodes are used."""

@@ -246,6 +246,14 @@ class RowsWriter:
         )
         self.position += count
 
+    def keep(self, count: int) -> int:
+        """Drop all episodes but the first `count`; return how many there are."""
+        numbers = self.store.table.numbers().tolist()
+        self.store.drop(numbers[count:])
+        starts, rows = self.store.table.column("start"), self.store.table.column("rows")
+        self.position = int((starts + rows)[rows > 0].max(initial=0))
+        return min(count, len(numbers))
+
     def close(self) -> None:
         self.store.close()
 
