@@ -11,6 +11,7 @@ from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config, known_choices
 from rl_lab.environments.make import suites
 from rl_lab.errors import MissingPackageError
+from tests.config.stored_data import stored_data
 
 SLOW = {"dreamer_memory_maze"}  # the simulator takes minutes to draw even a dry run
 # They need a file, and run in tests/workflows/test_iris_presets.py.
@@ -32,6 +33,7 @@ QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 def test_every_experiment_trains(name: str, tmp_path: Path):
     own, run_name = OWN.get(name, ([], name))
     words = [f"experiment={name}", "debug=tiny", *QUIET, *own, f"run_dir={tmp_path / 'run'}"]
+    words += stored_data(name, tmp_path)
     config = compose_config(words)
     assert config.experiment.name == run_name
     try:
