@@ -271,6 +271,12 @@ def _is_lab(path: Path) -> bool:
     return _has(path, "layout.json", "checkpoints", "step_*.json", "buffers/*/layout.json")
 
 
+def _is_tensordict(path: Path) -> bool:
+    from rl_lab.buffers.formats.tensordict import is_tensordict
+
+    return is_tensordict(path)
+
+
 FORMATS = {
     each.name: each
     for each in (
@@ -289,6 +295,13 @@ FORMATS = {
             lambda path: path.suffix in (".hdf5", ".h5") or _has(path, "*.hdf5", "*.h5"),
             package="h5py",
             extra="hdf5",
+        ),
+        Format(
+            "tensordict",
+            "files of TensorDicts with many episodes each: TD-MPC2's mt30 and mt80",
+            "tensordict",
+            lambda path: _is_tensordict(path),
+            writable=False,
         ),
         Format("lab", "our own: compressed episodes in a few files, and runs", "lab", _is_lab),
         Format(
