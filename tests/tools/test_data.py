@@ -130,7 +130,7 @@ def test_errors_are_one_sentence(stored: Path, tmp_path: Path, capsys: Capture) 
         (["convert", str(stored), out, "--min-return", "1e9"], "there is no episode to write"),
         (
             ["convert", str(stored), out, "--env", "CartPole-v1"],
-            "an observation of the environment, is missing",
+            "'vector' has shape (6, 3)",
         ),
         (["check", str(stored), "--episodes", "0"], "--episodes must be at least 1"),
     ):
