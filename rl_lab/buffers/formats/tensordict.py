@@ -83,7 +83,9 @@ def load_tensordict(path: Path) -> dict[str, torch.Tensor]:
     content = loaded.__dict__.get("state") if isinstance(loaded, _Stored) else loaded
     if isinstance(content, dict):
         content = content.get("_tensordict", content)
-    elif callable(getattr(content, "items", None)):  # the package is imported, and has allowed its own classes
+    elif callable(
+        getattr(content, "items", None)
+    ):  # the package is imported, and has allowed its own classes
         content = dict(content.items())
     if not isinstance(content, dict) or not all(isinstance(content.get(key), torch.Tensor) for key in KEYS):
         raise ConfigError(f"{path} must be a TensorDict with the keys {', '.join(KEYS)}")
