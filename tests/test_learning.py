@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rl_lab
+from rl_lab.cli import main
 from rl_lab.tools.evaluate import evaluate
 from rl_lab.tools.report.curves import Metrics
 
@@ -73,3 +76,25 @@ def test_default_experiment_learns_cartpole(seed: int, tmp_path: Path):
     run = rl_lab.train(None, [f"experiment.seed={seed}", *QUIET, f"run_dir={tmp_path / 'run'}"])
     result = evaluate(run.path, checkpoint="best", episodes=20, seed=1)
     assert result["return_mean"] >= 400
+
+
+def returns_by_step(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {int(row["step"]): row["eval/return_mean"] for row in rows if "eval/return_mean" in row}
+
+
+CATCH = ["--env", "cells=4", "--env", "side=16", "--workers", "0"]
+
+
+@pytest.mark.learning
+def test_pretrained_world_model_starts_ahead(tmp_path: Path):
+    """After 1,000 steps on Catch: trained first on a random policy's episodes above 1.5, without below 0."""
+    data, ends = tmp_path / "data", dict[str, float]()
+    words = ["collect", "random", "--task", "dummy/catch", *CATCH, "--episodes", "400", "--out", str(data)]
+    assert main(words) == 0
+    runs: dict[str, Any] = {"dreamer_catch": [], "dreamer_catch_pretrained": [f"buffers.offline.path={data}"]}
+    for name, more in runs.items():
+        short = ["training.total_timesteps=1000", "training.evaluate.every_env_steps=500"]
+        run = rl_lab.train(name, [*QUIET, *short, *more, f"run_dir={tmp_path / name}"])
+        ends[name] = returns_by_step(run.path)[1000]
+    assert ends["dreamer_catch_pretrained"] >= 1.5 and ends["dreamer_catch"] <= 0.0, ends

@@ -23,5 +23,5 @@ def stored_data(name: str, folder: Path) -> list[str]:
         return []
     words[words.index("--episodes") + 1] = "12"
     words[words.index("--out") + 1] = str(folder / "data")
-    assert main([*words, "--workers", "0"]) == 0
+    assert main([*words, "--env", "time_limit=20", "--workers", "0"]) == 0
     return [f"buffers.offline.path={folder / 'data'}"]

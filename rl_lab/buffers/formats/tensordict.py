@@ -80,7 +80,7 @@ def load_tensordict(path: Path) -> dict[str, torch.Tensor]:
         raise ConfigError(
             f"{path} cannot be read: it is damaged, or needs code to load, which is refused ({reason})"
         ) from None
-    content = loaded.__dict__.get("state") if isinstance(loaded, _Stored) else loaded
+    content: Any = loaded.__dict__.get("state") if isinstance(loaded, _Stored) else loaded
     if isinstance(content, dict):
         content = content.get("_tensordict", content)
     elif callable(
