@@ -128,7 +128,7 @@ def checkout() -> Path | None:
     """
     root = PACKAGE.parent
     try:
-        text = (root / "pyproject.toml").read_text()
+        text = (root / "pyproject.toml").read_text(encoding="utf-8")
     except OSError:
         return None
     return root if f'name = "{DISTRIBUTION}"' in text else None

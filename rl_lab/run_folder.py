@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().resolve()
+        self._output: RunFolder | None = None
         self._written: list[Path] = []  # files that `create` wrote
         self._made: list[Path] = []  # folders that this process created, parents first
 
@@ -97,6 +99,18 @@ class RunFolder:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    def output(self, say: Callable[[str], None] | None = None) -> RunFolder:
+        """Return where `eval`, `report` and `play` write: this folder, or another one if it is read-only.
+
+        The other one is ./<name>-output, or a new folder for temporary files; `say` is told (None: stderr).
+        """
+        if self._output is None:
+            self._output = self
+            if not _can_write(self.path):
+                self._output = RunFolder(_other_folder(f"{self.path.name}-output", self.path))
+                (say or _to_stderr)(f"{self.path} is read-only: files are written to {self._output.path}")
+        return self._output
 
     def exists(self) -> bool:
         return self.config_file.is_file()
@@ -229,6 +243,33 @@ class RunFolder:
             file = self.path / "scripts" / name
             self._write(file, text)
             file.chmod(0o755)
+
+
+def _can_write(folder: Path) -> bool:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _other_folder(name: str, instead_of: Path) -> Path:
+    with contextlib.suppress(OSError):  # the current folder was deleted
+        if _can_write(Path.cwd()):
+            return Path.cwd() / name
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    except OSError as error:
+        raise LabError(
+            f"{instead_of} is read-only, and so are the current folder and that of temporary files ({error}): change "
+            "to a folder that can be written, or set TMPDIR"
+        ) from error
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def output_root(configured: str | None) -> Path:

@@ -174,7 +174,7 @@ def root_keys() -> dict[str, Any]:
     """Return the root config file as a dict, without its defaults list."""
     import yaml
 
-    content: dict[str, Any] = yaml.safe_load(ROOT_FILE.read_text())
+    content: dict[str, Any] = yaml.safe_load(ROOT_FILE.read_text(encoding="utf-8"))
     return {key: node for key, node in content.items() if key != "defaults"}
 
 

@@ -80,7 +80,7 @@ def _job(config: DictConfig) -> float | None:
     try:
         result = train_config(config, list(job.overrides.task), say=say)
     except LabError as error:
-        failure.write_text(f"{error}\n")
+        failure.write_text(f"{error}\n", encoding="utf-8")
         with contextlib.suppress(OSError):
             folder.rmdir()  # Hydra created it for this run; only an empty folder is removed
         print(f"error: run {job.job.num}: {error}", file=sys.stderr, flush=True)
@@ -183,7 +183,7 @@ def _packed_end(ended: Ended, folder: Path) -> None:
     if ended.returncode == 0:
         print(f"run {ended.job.name}: finished after {ended.seconds:.0f} s", flush=True)
         return
-    (folder / f"{ended.job.name}{FAILED}").write_text(f"{ended.error()}\n")
+    (folder / f"{ended.job.name}{FAILED}").write_text(f"{ended.error()}\n", encoding="utf-8")
     print(f"error: run {ended.job.name}: {ended.error()}", file=sys.stderr, flush=True)
 
 
@@ -191,7 +191,8 @@ def read_sweep(folder: Path) -> Sweep:
     """Return the runs and failures in the folder of a sweep, sorted by number."""
     runs = [path.parent for path in folder.glob("*/config.yaml")]
     failures = {
-        path.name.removesuffix(FAILED): path.read_text().strip() for path in folder.glob(f"*{FAILED}")
+        path.name.removesuffix(FAILED): path.read_text(encoding="utf-8").strip()
+        for path in folder.glob(f"*{FAILED}")
     }
     return Sweep(
         folder,
@@ -202,7 +203,9 @@ def read_sweep(folder: Path) -> Sweep:
 
 def summary(sweep: Sweep) -> Iterator[str]:
     """Yield one line per run, with the overrides that differ and the last return; then the report command."""
-    overrides = {run: (run / "config" / "overrides.txt").read_text().split("\n") for run in sweep.runs}
+    overrides = {
+        run: (run / "config" / "overrides.txt").read_text(encoding="utf-8").split("\n") for run in sweep.runs
+    }
     common = set.intersection(*(set(lines) for lines in overrides.values())) if overrides else set()
     for run in sweep.runs:
         own = " ".join(

@@ -101,7 +101,7 @@ def describe_benchmarks() -> dict[str, str]:
 
     texts = {}
     for name, file in benchmark_files(benchmark_folder()).items():
-        docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
         texts[name] = docstring.partition("\n")[0]
     return texts
 

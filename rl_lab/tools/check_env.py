@@ -307,7 +307,7 @@ def _word(key: str, value: Any) -> str:
     """Return a setting as a word of `rl-lab train`; an argument of the constructor is a new key."""
     import yaml
 
-    known = yaml.safe_load((CONFIG_FOLDER / "environment" / "gym.yaml").read_text())
+    known = yaml.safe_load((CONFIG_FOLDER / "environment" / "gym.yaml").read_text(encoding="utf-8"))
     return f"{'' if key in known else '+'}environment.{key}={value}"
 
 

@@ -51,7 +51,7 @@ def _git(*arguments: str) -> str:
 
 def cpu_model() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
@@ -63,7 +63,7 @@ def usable_cpus() -> int:
     """Return the number of cores that this process may use, often fewer than the machine has."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         if quota != "max":
             count = min(count, max(1, round(int(quota) / int(period))))
     except (OSError, ValueError):
@@ -80,8 +80,8 @@ def memory_bytes() -> tuple[int, int]:
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # no cgroup v2, or "max"
         return total, available
     return min(total, limit), min(available, max(limit - used, 0))
@@ -150,7 +150,7 @@ def declared() -> Declared:
     if root is not None:
         import tomllib
 
-        project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         extras = project.get("optional-dependencies", {})
         return Declared(
             core=_parse(project["dependencies"]),

@@ -212,11 +212,12 @@ def evaluate(
         "environment": dict(changes),
         **summary(evaluation.episodes, task, seed),
     }
-    named = folder.report / f"eval_{agent.step:09d}_seed{seed}.json"
+    report = folder.report if json_file and csv_file else folder.output().report
+    named = report / f"eval_{agent.step:09d}_seed{seed}.json"
     json_target = Path(json_file) if json_file else named
     csv_target = Path(csv_file) if csv_file else json_target.with_suffix(".csv")
     text = episode_lines(evaluation.episodes, task)
-    newest = [] if json_file else [folder.report / "eval.json"]
+    newest = [] if json_file else [report / "eval.json"]
     for target in (json_target, *newest):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomic(target, json.loads(json.dumps(result)))
@@ -231,7 +232,7 @@ def evaluate(
                 name: actions.episode(index, num_envs, evaluation.episodes[index].episode_return)
                 for name, index in choose(evaluation.episodes).items()
             }
-            files |= _save_videos(folder.path, agent, evaluation, logged, factory, remarks)
+            files |= _save_videos(folder.output().path, agent, evaluation, logged, factory, remarks)
         except LabError as error:
             remarks.append(f"no video: {error}")
     return {**result, "weights_used": agent.weights, "files": files, "remarks": remarks}

@@ -128,7 +128,7 @@ def describe_config(file: Path) -> str:
     """Return the first comment line that is not Hydra's `@package`, or else the first `_target_`."""
     target = ""
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         return f"cannot be read: {error}"
     for line in lines:
@@ -159,7 +159,7 @@ def describe_suites() -> list[tuple[str, str, str, str, str]]:
             rows.append((suite, "missing", "", "", f"its module {module} was not found"))
             continue
         # Parsed, not imported: an adapter of another package may be slow to import or broken.
-        tree = ast.parse(Path(spec.origin).read_text())
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
         extra = _constant(tree, "EXTRA")
         missing = [
             package.name

@@ -94,7 +94,7 @@ class WandbWriter:
             ) from None
         self._wandb = wandb
         id_file = run_dir / ID_FILE
-        known = id_file.read_text().strip() if id_file.is_file() else None
+        known = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else None
         settings = {key: value for key, value in options.items() if value is not None}
         settings.setdefault("id", known)
         try:
@@ -104,7 +104,7 @@ class WandbWriter:
                 f"wandb.mode={mode}: wandb cannot start ({one_line(error)}): run wandb login, or set "
                 "wandb.mode=offline or disabled"
             ) from error
-        id_file.write_text(f"{self._run.id}\n")
+        id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def scalars(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
@@ -135,14 +135,18 @@ class TrackioWriter:
             ) from None
         self._trackio = trackio
         file = run_dir / TRACKIO_FILE
-        name = file.read_text().strip() if file.is_file() else "-".join(run_dir.absolute().parts[-2:])
+        name = (
+            file.read_text(encoding="utf-8").strip()
+            if file.is_file()
+            else "-".join(run_dir.absolute().parts[-2:])
+        )
         try:
             self._run = trackio.init(project=project, name=name, resume="allow", embed=False)
         except Exception as error:
             raise ConfigError(
                 f"logging.trackio={project}: Trackio cannot start ({one_line(error)}); null switches it off"
             ) from error
-        file.write_text(f"{name}\n")
+        file.write_text(f"{name}\n", encoding="utf-8")
 
     def scalars(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)

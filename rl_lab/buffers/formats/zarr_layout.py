@@ -287,7 +287,7 @@ class _Array:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            meta = json.loads((path / ".zarray").read_text())
+            meta = json.loads((path / ".zarray").read_text(encoding="utf-8"))
             self.shape = tuple(int(n) for n in meta["shape"])
             self.chunks = tuple(int(n) for n in meta["chunks"])
             self.dtype = np.dtype(meta["dtype"])

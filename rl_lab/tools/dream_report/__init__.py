@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{model.label}: {model.agent.weights}")
     for note in found.notes:
         print(note)
-    one = folders[0].report if len(folders) == 1 else Path("report")
+    one = folders[0].output().report if len(folders) == 1 and not args.out else Path("report")
     target = one / (
         "dream" if args.checkpoint in ("last", "latest") else f"dream_{Path(args.checkpoint).stem}"
     )

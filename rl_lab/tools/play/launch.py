@@ -135,7 +135,7 @@ def build_session(
     return PlaySession(
         agent.spec,
         keymap_for(agent.spec),
-        folder.media / "recordings",
+        folder.output(say).media / "recordings",
         real=real,
         dream=dream,
         both=both,

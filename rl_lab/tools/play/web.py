@@ -155,7 +155,7 @@ def serve(
         say(
             "only this machine can open it; from another machine use ssh -L PORT:localhost:PORT or --host 0.0.0.0"
         )
-    server = make_server(make_app(session, about, folder.media, access))
+    server = make_server(make_app(session, about, folder.output(say).media, access))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0

@@ -139,7 +139,9 @@ def write_report(
 ) -> list[Path]:
     """Write figures and page; returns their paths, the page first and the learning curve second."""
     found = find_runs(runs, output_root)
-    folder = Path(out) if out is not None else (found[0].report if len(found) == 1 else Path("report"))
+    folder = (
+        Path(out) if out is not None else (found[0].output().report if len(found) == 1 else Path("report"))
+    )
     page, left_out = page_of_runs(found, folder, by, keys)
     for sentence in left_out:
         (say or _print_error)(f"left out: {sentence}")

@@ -24,7 +24,7 @@ def machine_identity() -> str:
     """Return a name of this machine under which process ids are comparable: two containers may share a hostname."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return "/".join(parts)
@@ -93,7 +93,7 @@ class Claims:
         file = self._file(name)
         try:
             age = self._now() - file.stat().st_mtime
-            owner = json.loads(file.read_text())
+            owner = json.loads(file.read_text(encoding="utf-8"))
         except OSError:
             return None
         except ValueError:  # another process is writing it
@@ -133,5 +133,5 @@ def _is_running(pid: Any) -> bool:
         return True
     with contextlib.suppress(OSError, IndexError):
         # A process that was killed stays in the table until its parent reads its status.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     return True
