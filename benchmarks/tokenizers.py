@@ -394,7 +394,11 @@ class Stored:
 
 
 def composed(options: argparse.Namespace, words: Sequence[str]) -> tuple[Any, Any]:
-    tiny = ["debug=tiny", "algorithm.size.tokens=16"] if options.tiny and options.set == "boxing" else []
+    tiny = (
+        ["debug=tiny", "algorithm.size.tokens=16", "algorithm.size.codes=512"]
+        if options.tiny and options.set == "boxing"
+        else []
+    )
     if options.tiny and options.set == "catch":
         tiny = ["debug=tiny", "algorithm.size.codes=64"]
     sizes = (

@@ -20,12 +20,34 @@ EXACT = ["training.precision=float32"]
 TDMPC2 = ["experiment=tdmpc2_pendulum", "training.fast_path=off"]
 EPISODES = "buffers.replay.folder=FOLDER"  # outside a run folder they need one
 IRIS_HOOKS = ["update_tokenizer", "update_world_model", "update_actor_critic"]
+BACKBONE, QUANTIZER = "components.world_model.backbone", "components.tokenizer.quantizer"
+MODEL_HOOKS = ["update_world_model", "update_actor_critic"]
+IRIS_VARIANTS = {
+    **{
+        name: ([f"components/backbone@{BACKBONE}={name}"], MODEL_HOOKS)
+        for name in ("lstm", "cfc", "state_space")
+    },
+    "at_once": (["components/world_model@components.world_model=iris_frame_at_once"], MODEL_HOOKS),
+    "lfq": ([f"components/quantizer@{QUANTIZER}=lfq", f"{QUANTIZER}.dim=4"], ["update_tokenizer"]),
+    "residual": (
+        [f"components/quantizer@{QUANTIZER}=residual", f"{QUANTIZER}.codes=4"],
+        ["update_tokenizer"],
+    ),
+    "gan": (
+        ["+components/reconstruction_loss@components.tokenizer.losses.more=hinge_gan"],
+        ["update_tokenizer"],
+    ),
+}
 CASES = {
     "tdmpc2": (TDMPC2, ["update"]),
     "tdmpc2_fast": (["experiment=tdmpc2_pendulum", "training.fast_path=on"], ["update"]),
     "tdmpc2_discrete": (["experiment=tdmpc2_cartpole"], ["update"]),
     "iris": (["experiment=iris_catch", EPISODES], IRIS_HOOKS),
     "delta_iris": (["experiment=delta_iris_catch", EPISODES], IRIS_HOOKS),
+    **{
+        f"iris_{name}": (["experiment=iris_catch", EPISODES, *words], hooks)
+        for name, (words, hooks) in IRIS_VARIANTS.items()
+    },
     "og_wm": (["experiment=og_wm_cartpole_pixels"], ["update_vae", "update_mdn"]),
 }
 

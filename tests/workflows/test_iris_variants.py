@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rl_lab.tools.bench import load_benchmark, run_benchmark
 from tests.workflows.iris_case import changed_parts, make_workflow, run_hook, weights
 
 CODES = "algorithm.size.codes"
@@ -70,3 +72,30 @@ def test_backbones_train(name: str, words: list[str]):
 
 def test_frame_at_once_with_continuous_latents():
     updated("iris", *ONCE, *TOKENIZERS["continuous"])
+
+
+def test_benchmarks_have_every_variant():
+    """`rl-lab bench tokenizers` and `backbones` compare what is tested here."""
+    tokenizers = load_benchmark("tokenizers").tokenizer_variants("boxing", "folder")
+    others = {"pretrained_frozen", "pretrained_tuned", "diffusers"}
+    assert set(tokenizers) - others == set(TOKENIZERS)
+    backbones = load_benchmark("backbones").backbone_variants("folder", real=False, layers=None)
+    assert set(BACKBONES) <= set(backbones)
+    modes = {"lm_frozen", "lm_norms", "lm_last", "lm_lora", "lm_all", "lm_random_frozen", "lm_random_all"}
+    assert modes <= set(backbones)
+
+
+@pytest.mark.learning
+def test_benchmarks_run(tmp_path: Path):
+    short = ["--updates", "2", "--rows", "300", "--held-out", "300", "--device", "cpu"]
+    short += ["--table", str(tmp_path / "table.md"), "--figure", str(tmp_path / "picture.png")]
+    rows = run_benchmark("tokenizers", [*short, "--only", "vq,continuous,pretrained_frozen"])["rows"]
+    values = {row["name"].removeprefix("tokenizers/catch/"): row["value"] for row in rows}
+    for name in ("vq", "continuous", "pretrained_frozen"):
+        assert values[f"{name}/pixel_error"] > 0 and values[f"{name}/open_15"] > 0
+    assert values["vq/frame_ce"] == pytest.approx(4 * values["vq/token_ce"])
+    assert (tmp_path / "table.md").read_text().count("\n") == 5
+    rows = run_benchmark("backbones", [*short, "--only", "transformer,lm_lora"])["rows"]
+    values = {row["name"].removeprefix("backbones/catch/"): row["value"] for row in rows}
+    assert values["transformer/reward_ce"] > 0 and values["lm_lora/weights"] > values["lm_lora/parameters"] > 0
+    assert values["real_environment/open_1"] > 0 and (tmp_path / "picture.png").stat().st_size > 1000
