@@ -97,5 +97,7 @@ def test_benchmarks_run(tmp_path: Path):
     assert (tmp_path / "table.md").read_text().count("\n") == 5
     rows = run_benchmark("backbones", [*short, "--only", "transformer,lm_lora"])["rows"]
     values = {row["name"].removeprefix("backbones/catch/"): row["value"] for row in rows}
-    assert values["transformer/reward_ce"] > 0 and values["lm_lora/weights"] > values["lm_lora/parameters"] > 0
+    assert (
+        values["transformer/reward_ce"] > 0 and values["lm_lora/weights"] > values["lm_lora/parameters"] > 0
+    )
     assert values["real_environment/open_1"] > 0 and (tmp_path / "picture.png").stat().st_size > 1000
