@@ -211,18 +211,23 @@ class Agent:
 
 
 @one_line_errors()
-def load_agent(run: Path | str | None = None, *, checkpoint: str = "last", device: str = "auto") -> Agent:
+def load_agent(
+    run: Path | str | None = None, *, checkpoint: str = "last", device: str = "auto", trust: bool = False
+) -> Agent:
     """Load the agent of a run: its folder, or a checkpoint file in it; None: the newest run in ./outputs.
 
     checkpoint: "last" (or "latest"), "best", a step number, a file name under checkpoints/, or a path.
+    trust:      build parts that are not registered, such as own classes, also of a run that was not made here
+                (SECURITY.md)
     """
     folder = find_run(run, output_root(None))
     path = Path(run) if run is not None and str(run).endswith(".pt") else checkpoint_path(folder, checkpoint)
-    return agent_from(folder, path, device)
+    return agent_from(folder, path, device, trust=trust)
 
 
-def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto") -> Agent:
-    config = folder.load_config()
+def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto", *, trust: bool = False) -> Agent:
+    config = folder.load_config(trust=trust, environment=False)  # an agent acts without it
+    folder.check_links(replay=False, trust=trust)
     spec = folder.load_spec()
     where = resolve_device(device)
     loaded = CheckpointManager.load_file(checkpoint, weights=True)

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import NoReturn, TextIO
 
 from rl_lab.errors import LabError, closest, unexpected
+from rl_lab.utils.untrusted import in_run_folder, printable
 
 # verb -> (module with add_arguments and main, one line of help)
 VERBS = {
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LabError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if debug:
             raise
-        print(f"error: {_out_of_memory(error) or unexpected(error)}", file=sys.stderr)
+        print(printable(f"error: {_out_of_memory(error) or unexpected(error)}"), file=sys.stderr)
         return 1
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -97,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _move_current_folder_last() -> None:
     """Put the current folder, which may have modules of the user, last on the import path.
 
-    `python -m` puts it first: a file called torch.py or queue.py there would replace the real module.
+    `python -m` puts it first: a file called torch.py or queue.py there would replace the real module. Inside a run
+    folder, which may be a stranger's, it is removed, and worker processes do not search it either.
     """
     try:
         here = os.getcwd()
@@ -105,7 +107,12 @@ def _move_current_folder_last() -> None:
         return
     if sys.path[:1] in ([""], [here]):
         del sys.path[0]
-    if here not in sys.path:
+    if in_run_folder(here):
+        sys.path[:] = [path for path in sys.path if path not in ("", here)]
+        os.environ["PYTHONSAFEPATH"] = (
+            "1"  # else `python -c`, as multiprocessing starts it, searches here first
+        )
+    elif here not in sys.path:
         sys.path.append(here)
 
 
@@ -148,7 +155,9 @@ def _run_verb(verb: str, args: list[str]) -> int:
     parser = Parser(prog=f"rl-lab {verb}", description=VERBS[verb][1], allow_abbrev=False)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     module.add_arguments(parser)
-    return int(module.main(parser.parse_args(args)))
+    # `rl-lab resume RUN --trust key=value`: words before and after an option
+    parse = parser.parse_intermixed_args if verb == "resume" else parser.parse_args
+    return int(module.main(parse(args)))
 
 
 def _prepare_output() -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Columns of every stored row, in addition to observations ("obs/<name>") and extras of the policy.
 ROW_COLUMNS = ("action", "reward", "terminated", "truncated", "is_first")
 OBS_PREFIX = "obs/"
+# Key of a loaded config's `environment`: why it must not be created, if the run was made elsewhere (config/trust.py).
+REFUSED = "_refused_"
 
 
 @dataclass(frozen=True)

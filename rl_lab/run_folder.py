@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_lab.errors import DISTRIBUTION, ConfigError, LabError, one_line
-from rl_lab.records import Spec
+from rl_lab.records import REFUSED, Spec
 from rl_lab.utils.files import LOCK_NAME, absolute, read_json, write_json_atomic
+from rl_lab.utils.untrusted import LARGEST_YAML, check_links, check_yaml, read_bytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -44,6 +45,8 @@ BEFORE_CONFIG = {
     "config.yaml.part",
 }
 
+
+SIGNATURE = "signature.json"  # see config/trust.py
 
 # Any Python can start it: the one that trained the run, if it is still there, evaluates.
 EVAL_SCRIPT = '''#!/usr/bin/env python3
@@ -65,6 +68,7 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().resolve()
         self._output: RunFolder | None = None
+        self.trusted = False  # whether its config was made here, or the user trusts it; set by `load_config`
         self._written: list[Path] = []  # files that `create` wrote
         self._made: list[Path] = []  # folders that this process created, parents first
 
@@ -160,39 +164,90 @@ class RunFolder:
         self.save_config(config)  # last: a folder with a config.yaml counts as a run
         self._written.append(self.config_file)
 
-    def save_config(self, config: DictConfig) -> None:
-        """Write config.yaml; an existing one is replaced in one step, or not at all."""
+    def save_config(self, config: DictConfig, *, signed: bool = True) -> None:
+        """Write config.yaml; an existing one is replaced in one step, or not at all.
+
+        signed: the user composed or trusts this config, so its parts may be built without being asked again
+        """
         from omegaconf import OmegaConf
 
+        from rl_lab.config.trust import sign
+
+        text = OmegaConf.to_yaml(config, resolve=True).encode()
+        if signed:
+            sign(self.path / "config", text)
         temporary = self.path / "config.yaml.part"
-        self._written.append(temporary)
-        temporary.write_text(OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
+        self._written += [temporary, self.path / "config" / SIGNATURE]
+        temporary.write_bytes(text)
         temporary.replace(self.config_file)
 
-    def load_config(self) -> DictConfig:
+    def sign(self) -> None:
+        """Sign the existing config.yaml, if it is not signed: the run counts as made here."""
+        from rl_lab.config.trust import is_signed, sign
+
+        with contextlib.suppress(OSError):
+            text = read_bytes(self.config_file, LARGEST_YAML)
+            if not is_signed(self.path / "config", text):
+                sign(self.path / "config", text)
+
+    def load_config(self, *, trust: bool = False, environment: bool = True) -> DictConfig:
+        """Return the saved config. Unless the run was made here, it may name registered parts only.
+
+        trust:       allow any part; its code is run when the part is built
+        environment: False: an environment that is not registered is an error only when it is to be built
+        """
         from omegaconf import DictConfig, OmegaConf
 
         from rl_lab.config.checks import check_values
-        from rl_lab.config.compose import check_targets, to_plain
+        from rl_lab.config.compose import check_targets
         from rl_lab.config.saved import current_targets
+        from rl_lab.config.trust import (
+            UntrustedError,
+            check_environment,
+            check_parts,
+            check_saved,
+            is_signed,
+        )
 
         if not self.exists():
             raise LabError(f"{self.path} has no config.yaml: pass the folder of a run")
         try:
-            config = OmegaConf.load(self.config_file)
-            if isinstance(config, DictConfig):
-                config = OmegaConf.create(current_targets(OmegaConf.to_container(config)))
+            text = read_bytes(self.config_file, LARGEST_YAML)
+            check_yaml(text.decode())
+            config = OmegaConf.create(text.decode())
+            plain: Any = current_targets(OmegaConf.to_container(config))
         except Exception as error:  # YAML, OmegaConf, the file system and the decoder raise different errors
             raise ConfigError(f"{self.config_file} is damaged: {one_line(error)}") from error
         if not isinstance(config, DictConfig) or not config:
             raise ConfigError(f"{self.config_file} is damaged: it has no config")
-        check_targets(config)
+        self.trusted = trust or is_signed(self.path / "config", text)
         try:
-            check_values(to_plain(config))
+            check_saved(plain)
+            config = OmegaConf.create(plain)
+            check_targets(config)
+            if not self.trusted:
+                check_parts(plain)
+                try:
+                    check_environment(plain)
+                except UntrustedError as error:
+                    if environment:
+                        raise
+                    config.environment[REFUSED] = f"{self.config_file}: {error}"
+            check_values(plain)
+        except UntrustedError as error:
+            raise UntrustedError(f"{self.config_file}: {error}") from None
         except ConfigError as error:
             raise ConfigError(f"{self.config_file} is damaged: {error}") from error
         OmegaConf.set_struct(config, True)
         return config
+
+    def check_links(self, *, replay: bool = True, trust: bool = False) -> None:
+        """Raise LinkError if a link leads out of the run folder, unless the user trusts it.
+
+        replay: whether the replay files are used, too
+        """
+        if not trust:
+            check_links(self.path, skip=() if replay else ("checkpoints/replay", "buffers"))
 
     def load_spec(self) -> Spec:
         try:

@@ -25,6 +25,7 @@ from rl_lab.config.compose import (
     unread,
 )
 from rl_lab.config.saved import check_same_config, check_same_spec, drop_unread, refuse_unsafe
+from rl_lab.config.trust import check_training
 from rl_lab.environments.native import NativeForm
 from rl_lab.environments.suites.gym import PYTHON, name_task, remember
 from rl_lab.errors import (
@@ -193,28 +194,38 @@ def train_config(
 
 @one_line_errors()
 def resume(
-    run: Path | str, overrides: Overrides = (), *, env: Any = None, say: Callable[[str], None] = print
+    run: Path | str,
+    overrides: Overrides = (),
+    *,
+    env: Any = None,
+    trust: bool = False,
+    say: Callable[[str], None] = print,
 ) -> RunResult:
     """Continue a run from its newest intact checkpoint. Only the keys in SAFE_ON_RESUME may change.
 
-    env: the class or function that `train` was given, if the run is continued by another program than began it
+    env:   the class or function that `train` was given, if the run is continued by another program than began it
+    trust: build parts that are not registered, and follow links, also of a run that was not made here
+           (SECURITY.md); the run then counts as made here
     """
     folder = RunFolder(run)
     if env is not None:
-        use_environment(folder, env)
-    config = _load_saved(folder, say)
+        use_environment(folder, env, trust=trust)
+    config = _load_saved(folder, say, trust=trust)
     _make_paths_absolute(config)
     before = OmegaConf.to_container(config)
     for override in override_words(overrides):
         path, _, value = override.lstrip("+").partition("=")
         change_key(config, path, value)
     _make_paths_absolute(config)
-    return _resume_changed(folder, before, config, say)
+    if not folder.trusted:
+        check_training(to_plain(config))
+    return _resume_changed(folder, before, config, say, trust=trust)
 
 
-def use_environment(folder: RunFolder, env: Any) -> None:
+def use_environment(folder: RunFolder, env: Any, *, trust: bool = False) -> None:
     """Make `env` the environment that a saved run names, if the run was given a Python object."""
-    task, given = str(select(folder.load_config(), "environment.task")), name_task(env)
+    config = folder.load_config(trust=trust, environment=False)
+    task, given = str(select(config, "environment.task")), name_task(env)
     prefix, _, name = task.partition(":")
     if prefix == PYTHON and not isinstance(env, str):
         remember(name, env)
@@ -252,7 +263,8 @@ def _run_dir(config: DictConfig) -> RunFolder | None:
 
 def _resume_existing(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
     """Resume because the command was repeated with the same run folder."""
-    saved = _load_saved(folder, say)
+    # The composed config is built, not the saved one, whose parts only have to be the same.
+    saved = _load_saved(folder, say, trust=True, workflow=select(config, "workflow._target_"))
     _make_paths_absolute(saved)
     if str(config.experiment.name).startswith(
         str(saved.experiment.name)
@@ -262,11 +274,17 @@ def _resume_existing(folder: RunFolder, config: DictConfig, say: Callable[[str],
     return _resume_changed(folder, OmegaConf.to_container(saved), config, say)
 
 
-def _load_saved(folder: RunFolder, say: Callable[[str], None]) -> DictConfig:
-    """The config of a run, without keys that earlier versions gave to every algorithm and this one does not read."""
-    config = folder.load_config()
+def _load_saved(
+    folder: RunFolder, say: Callable[[str], None], *, trust: bool, workflow: str | None = None
+) -> DictConfig:
+    """The config of a run, without keys that earlier versions gave to every algorithm and this one does not read.
+
+    workflow: the only `workflow._target_` that may be imported; None: any, since `load_config` has checked it
+    """
+    config = folder.load_config(trust=trust)
     plain: Any = OmegaConf.to_container(config)
-    dropped = drop_unread(plain)
+    same = workflow is None or select(config, "workflow._target_") == workflow
+    dropped = drop_unread(plain) if same else []
     if dropped:
         say(f"resume: {', '.join(dropped)} dropped from the saved config: the algorithm does not read it")
         config = OmegaConf.create(plain)
@@ -275,8 +293,9 @@ def _load_saved(folder: RunFolder, say: Callable[[str], None]) -> DictConfig:
 
 
 def _resume_changed(
-    folder: RunFolder, before: Any, config: DictConfig, say: Callable[[str], None]
+    folder: RunFolder, before: Any, config: DictConfig, say: Callable[[str], None], *, trust: bool = False
 ) -> RunResult:
+    folder.check_links(trust=trust)
     after: Any = to_plain(config)
     check_config(after)
     differences = describe_differences(before, after)
@@ -340,7 +359,9 @@ def _run(
             say(f"resumed at step {loaded.state['global_step']} from {loaded.path}")
         if changed:
             with _report_write_errors(folder):
-                folder.save_config(config)
+                folder.save_config(config, signed=folder.trusted)
+        elif folder.trusted:
+            folder.sign()
         if loaded is None:
             _check_updates(config, run)
         if run.orchestrator.storage is not None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+# The key that signs the configs of runs: not that of the user who runs the tests.
+os.environ["RL_LAB_KEY_FILE"] = os.path.join(tempfile.mkdtemp(prefix="rl_lab_tests_"), "run.key")
 
 import pytest
 

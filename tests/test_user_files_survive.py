@@ -34,7 +34,11 @@ def users_files(folder: Path) -> dict[str, str]:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text(errors="replace")
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -171,7 +175,11 @@ def test_cleanup_keeps_user_files(tmp_path: Path) -> None:
     (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "disk")
     (tmp_path / "disk" / "events.out.tfevents.1").write_text("mine")
     kept = {path for path in moved.rglob("*") if path.is_file()}
-    resume(tmp_path / "run", ["training.total_timesteps=80"])
+    before = contents(tmp_path)
+    with pytest.raises(LabError, match=r"is a link to .*, out of the run folder.*--trust"):
+        resume(tmp_path / "run", ["training.total_timesteps=80"])
+    assert contents(tmp_path) == before
+    resume(tmp_path / "run", ["training.total_timesteps=80"], trust=True)
     assert kept <= set(moved.rglob("*"))
     assert (checkpoints / "notes.txt").exists() and (checkpoints / ".hidden.tmp").exists()
     assert (tmp_path / "disk" / "events.out.tfevents.1").read_text() == "mine"

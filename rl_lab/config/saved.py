@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_lab.config.algorithm_keys import workflow_class
 from rl_lab.errors import ConfigError
-from rl_lab.records import Spec
+from rl_lab.records import REFUSED, Spec
 from rl_lab.run_folder import describe_differences
 from rl_lab.utils.files import json_safe
 from rl_lab.utils.settings import unknown_keys
@@ -150,11 +150,22 @@ def difference_from(trained: Mapping[str, Any] | None, config: Mapping[str, Any]
     if trained is None:
         return ""
     before: dict[str, Any] = current_targets(trained)
-    drop_unread(before)
-    for path, (old, new) in sorted(describe_differences(before, json_safe(config)).items()):
+    after = json_safe(config)
+    after.get("environment", {}).pop(REFUSED, None)
+    if _workflow(before) == _workflow(after):  # `drop_unread` imports it, and only `config` has been checked
+        drop_unread(before)
+        drop_unread(after)
+    for path, (old, new) in sorted(
+        describe_differences(before, after).items(), key=lambda item: str(item[0])
+    ):
         if not is_safe(path):
             return f"{path} is {new!r}, but the checkpoint was trained with {old!r}"
     return ""
+
+
+def _workflow(config: Any) -> Any:
+    node = config.get("workflow") if isinstance(config, Mapping) else None
+    return node.get("_target_") if isinstance(node, Mapping) else None
 
 
 def check_same_spec(file: Path, trained: Mapping[str, Any] | None, spec: Spec) -> None:

@@ -45,7 +45,7 @@ from rl_lab.environments.wrappers import (
     without_time_limit,
 )
 from rl_lab.errors import ConfigError, LabError, MissingPackageError, install_line, one_line_errors
-from rl_lab.records import Spec
+from rl_lab.records import REFUSED, Spec
 
 SUITES = {
     "gym": "rl_lab.environments.suites.gym",
@@ -67,6 +67,7 @@ _VECTOR_OPTION_NAMES = (
     "num_envs workers seed render copy infos video_every video_folder timeout restarts normalize_observations "
     "normalize_clip observation_statistics history_limit"
 )
+VIDEO_OPTIONS = ("video_every", "video_folder")
 VECTOR_OPTIONS = frozenset(_VECTOR_OPTION_NAMES.split())
 
 Task = str | Callable[..., gymnasium.Env]
@@ -255,12 +256,15 @@ def env_factory(
 
 def env_config_options(environment: Mapping[str, Any], *, evaluation: bool = False) -> dict[str, Any]:
     """Convert the `environment` node to arguments of `make_env`; `evaluation` applies `environment.eval`."""
+    if environment.get(REFUSED):
+        raise ConfigError(str(environment[REFUSED]))
     # Videos show training and are written to the run folder, so `build` adds these options.
     options = {
-        str(key): _plain(value) for key, value in environment.items() if key not in ("eval", "video_every")
+        str(key): _plain(value) for key, value in environment.items() if key not in ("eval", *VIDEO_OPTIONS)
     }
     if evaluation:
-        options.update({str(key): _plain(value) for key, value in (environment.get("eval") or {}).items()})
+        changes = {str(key): _plain(value) for key, value in (environment.get("eval") or {}).items()}
+        options.update({key: value for key, value in changes.items() if key not in VIDEO_OPTIONS})
     if not options.get("task"):
         raise ConfigError(
             "environment.task is not set: set it to a task, for example environment.task=CartPole-v1"

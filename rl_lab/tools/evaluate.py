@@ -19,6 +19,7 @@ from rl_lab.environments.suites.crafter import ACHIEVEMENT, crafter_score
 from rl_lab.errors import ConfigError, LabError, one_line, one_line_errors
 from rl_lab.records import Episode, return_statistics
 from rl_lab.tools.published import Task, normalisation
+from rl_lab.tools.resume import add_trust
 from rl_lab.tools.statistics import describe
 from rl_lab.tools.terminal import bounds, number
 from rl_lab.utils.media import save_video, to_frames
@@ -81,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="output file (default: RUN/report/eval_STEP_SEED.json, and eval.json: the newest)",
     )
     parser.add_argument("--csv", metavar="FILE", help="one line per episode (default: next to the JSON file)")
+    add_trust(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -99,6 +101,7 @@ def main(args: argparse.Namespace) -> int:
         json_file=args.json,
         csv_file=args.csv,
         environment=parse_changes(args.env),
+        trust=args.trust,
     )
     how = "sampled actions" if result["sample"] else "deterministic actions"
     if result["sample"] and result["temperature"] != 1.0:
@@ -140,6 +143,7 @@ def evaluate(
     csv_file: str | None = None,
     environment: Mapping[str, Any] | None = None,  # changed settings of the evaluation environments
     env: Any = None,  # the class or function that `train` was given, if another program evaluates
+    trust: bool = False,  # see `load_agent`
 ) -> dict[str, Any]:
     """Run new episodes; write JSON, CSV and videos; return the JSON's content with `files` and `remarks`."""
     from omegaconf import OmegaConf
@@ -158,8 +162,8 @@ def evaluate(
         raise ConfigError(f"--episodes must be at least 1, not {episodes}")
     folder = find_run(run, output_root(None))
     if env is not None:
-        use_environment(folder, env)
-    agent = load_agent(run or folder.path, checkpoint=checkpoint, device=device)
+        use_environment(folder, env, trust=trust)
+    agent = load_agent(run or folder.path, checkpoint=checkpoint, device=device, trust=trust)
     if sample is None:
         sample = bool(agent.config.training.evaluate.sample)
     if temperature is None:

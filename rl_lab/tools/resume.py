@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+
+def add_trust(parser: Any) -> None:
+    """Add --trust to the parser, or the group, of a verb that builds what the config of a run names."""
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="the run was made elsewhere and has classes of its own: import and run them (SECURITY.md)",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -10,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="allowed changes, e.g. training.total_timesteps"
     )
+    add_trust(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -21,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
         overrides.insert(0, args.run)
         args.run = None
     folder = find_run(args.run, output_root(None))
-    result = resume(folder.path, overrides)
+    result = resume(folder.path, overrides, trust=args.trust)
     if not result.interrupted:  # that has been printed
         for line in result.summary():
             ignore_output_errors(print)(line)

@@ -17,6 +17,7 @@ from typing import Any
 import gymnasium
 
 from rl_lab.errors import ConfigError, MissingPackageError
+from rl_lab.utils.untrusted import in_run_folder
 
 EXTRA = "classic"  # most registered ids need it
 PYTHON = "python"  # module of the tasks that a program passed as objects: "python:MyEnv"
@@ -125,7 +126,7 @@ def _import(path: str) -> Any:
     module_name, _, name = path.partition(":")
     if module_name == PYTHON:
         return _given_or_defined(name)
-    if os.getcwd() not in sys.path and "" not in sys.path:
+    if os.getcwd() not in sys.path and "" not in sys.path and not in_run_folder(os.getcwd()):
         sys.path.append(os.getcwd())  # an installed command does not search the current folder
     try:
         module = importlib.import_module(module_name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_lab.errors import LabError
+from rl_lab.tools.resume import add_trust
 
 if TYPE_CHECKING:
     from rl_lab.agent import Agent
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--checkpoint", default="last", help="last, best, or a step number (default: last)")
     parser.add_argument("--seed", type=int, default=0, help="seed of episodes and predictions")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
+    add_trust(parser)
 
 
 MOST_CONTEXT = 8  # observed rows before a dream
@@ -110,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
         checkpoint=args.checkpoint,
         seed=args.seed,
         device=args.device,
+        trust=args.trust,
     )
     header, rows = table(found)
     print_table(rows, header=header, right=range(1, len(header)))
@@ -139,6 +142,7 @@ def measure(
     checkpoint: str = "last",
     seed: int = 0,
     device: str = "auto",
+    trust: bool = False,
 ) -> DreamReport:
     """Measure the runs' models on the same episodes; see `add_arguments` for the options."""
     from rl_lab.tools.dream_report.errors import curves, cut_segments, end_statistics, open_loop, repeat_last
@@ -155,9 +159,9 @@ def measure(
         if value < 1:
             raise LabError(f"--{name} must be at least 1, not {value}")
     notes: list[str] = []
-    models = load_models(folders, checkpoint, device, notes)
+    models = load_models(folders, checkpoint, device, notes, trust=trust)
     held_out, source = held_out_episodes(
-        models, episodes, policy=policy, seed=seed, longest=longest, device=device
+        models, episodes, policy=policy, seed=seed, longest=longest, device=device, trust=trust
     )
     cut = cut_segments(held_out, context=context, horizon=horizon, each=segments)
     predictions: dict[str, Prediction] = {}
@@ -185,14 +189,16 @@ def measure(
 # --- Models and episodes ---
 
 
-def load_models(folders: Sequence[RunFolder], checkpoint: str, device: str, notes: list[str]) -> list[Model]:
+def load_models(
+    folders: Sequence[RunFolder], checkpoint: str, device: str, notes: list[str], *, trust: bool = False
+) -> list[Model]:
     """Load the models that can be stepped and compared with the first one; `notes` gets the others' reasons."""
     from rl_lab.agent import agent_from, checkpoint_path
     from rl_lab.tools.report.runs import load_runs
 
     agents: dict[Path, Agent] = {}
     for run in load_runs(folders):
-        agent = agent_from(run.folder, checkpoint_path(run.folder, checkpoint), device)
+        agent = agent_from(run.folder, checkpoint_path(run.folder, checkpoint), device, trust=trust)
         first = next(iter(agents.values()), None)
         if not agent.workflow.can_dream:
             notes.append(
@@ -248,7 +254,14 @@ def _environment_differences(first: Agent, second: Agent) -> str:
 
 
 def held_out_episodes(
-    models: Sequence[Model], episodes: int | str, *, policy: str, seed: int, longest: int, device: str
+    models: Sequence[Model],
+    episodes: int | str,
+    *,
+    policy: str,
+    seed: int,
+    longest: int,
+    device: str,
+    trust: bool = False,
 ) -> tuple[list[Rows], str]:
     """Return episodes and a description of their origin."""
     from rl_lab.agent import load_agent
@@ -270,7 +283,7 @@ def held_out_episodes(
             )
             return rows, "with random actions"
         if policy != "each":
-            other = load_agent(policy, device=device)
+            other = load_agent(policy, device=device, trust=trust)
             if difference := incompatibility(first, other):
                 raise LabError(f"--policy {policy} cannot act here: {difference}")
             rows = run_episodes(other, count, seed=seed, longest=longest, progress=progress)

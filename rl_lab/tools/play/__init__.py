@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from rl_lab.tools.resume import add_trust
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run)")
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     agent.add_argument("--checkpoint", default="last", help="last, best, or a file name under checkpoints/")
     agent.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
     agent.add_argument("--seed", type=int, help="seed of the episodes (default: random)")
+    add_trust(agent)
     choice = agent.add_mutually_exclusive_group()
     choice.add_argument("--sample", dest="sample", action="store_true", default=None, help="sample actions")
     choice.add_argument(

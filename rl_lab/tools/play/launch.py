@@ -39,7 +39,9 @@ def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     if video and options.save:
         say("the video is saved without being asked, so -s does nothing here")
         options.save = False
-    agent = load_agent(args.run or folder.path, checkpoint=args.checkpoint, device=args.device)
+    agent = load_agent(
+        args.run or folder.path, checkpoint=args.checkpoint, device=args.device, trust=args.trust
+    )
     torch.set_num_threads(int(agent.config.training.threads))
     say(agent.weights)
     if args.context is None:
