@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,3 +86,13 @@ def assert_same_run(first: Path, second: Path, buffers: tuple[str, ...] = ("repl
     assert_same(*states)
     for name in buffers:
         assert_same(replay_rows(first, name), replay_rows(second, name), f"replay {name}")
+
+
+def metric_lines(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time", "evolution/seconds", "evolution/evaluations_per", "evolution/steps_per")
+    return [
+        {key: value for key, value in row.items() if not key.startswith(timed) and "per_second" not in key}
+        for row in rows
+    ]

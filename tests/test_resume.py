@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +20,8 @@ import rl_lab
 from rl_lab.errors import LabError
 from rl_lab.run_folder import RunFolder
 from rl_lab.training import resume
-from tests.same_run import assert_same_run, stopped_at
+from rl_lab.utils.checkpoint.manager import CheckpointManager
+from tests.same_run import assert_same_run, metric_lines, stopped_at
 
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 # Every workflow there is, and every kind of environment; two of them with worker processes.
@@ -54,6 +55,41 @@ def test_resumed_run_equals_uninterrupted_run(name: str, tmp_path: Path, monkeyp
     assert half.interrupted
     resume(tmp_path / "half")
     assert_same_run(tmp_path / "whole", tmp_path / "half")
+
+
+LOGGED = {  # logged at other steps than saved
+    "dreamer": ["experiment=dreamer_cartpole"],
+    "iris": ["experiment=iris_catch"],
+}
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_metrics_of_a_killed_run_are_those_of_an_uninterrupted_one(name: str, tmp_path: Path, monkeypatch):
+    """Means of an interval that a kill interrupted include what happened before the checkpoint."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    save = CheckpointManager.save
+
+    def save_and_copy(self: CheckpointManager, step: int, *arguments: Any, **options: Any) -> Path:
+        path = save(self, step, *arguments, **options)
+        if options.get("tag") is None and not killed.exists() and step >= 60:
+            shutil.copytree(whole, killed, symlinks=True)  # what kill -9 would leave
+        return path
+
+    words = [
+        "debug=tiny",
+        *QUIET,
+        "training.log.every_env_steps=33",
+        "training.checkpoint.every_env_steps=20",
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointManager, "save", save_and_copy)
+        rl_lab.train(None, [*words, *LOGGED[name], f"run_dir={whole}"])
+    before = len(metric_lines(killed))
+    resume(killed)
+    lines = metric_lines(whole)
+    assert metric_lines(killed) == lines and before < len(lines)
+    resume(killed)  # it is finished: nothing is added
+    assert metric_lines(killed) == lines
 
 
 def test_changes_on_resume_are_kept_for_the_next_resume(tmp_path: Path, monkeypatch):
@@ -185,6 +221,4 @@ def test_killed_run_resumes_exactly(tmp_path: Path):
     output, _ = last.communicate(timeout=250)
     assert last.returncode == 0, output
     assert_same_run(tmp_path / "whole", killed)
-    lines = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines]
-    assert steps == sorted(steps), "a resumed run's metrics have one line per step, in order"
+    assert metric_lines(killed) == metric_lines(tmp_path / "whole")

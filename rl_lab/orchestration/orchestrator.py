@@ -432,6 +432,10 @@ class Orchestrator:
         self._best_step = own.get("best_step")
         self._logged_at = [int(count) for count in own.get("logged_at", [])]
         self.side_jobs.set_state(own.get("side_failures", {}))
+        if "log" in own:  # checkpoints since 2026-11-18
+            self.log.set_state(own["log"]["line"])
+            for name, meter in own["log"]["meters"].items():
+                self.runners[name].meter.set_state(meter)
 
     def _own_state(self) -> dict[str, Any]:
         return {
@@ -441,6 +445,11 @@ class Orchestrator:
                 "best_step": self._best_step,
                 "logged_at": list(self._logged_at),
                 "side_failures": self.side_jobs.get_state(),
+                # A run that is killed and resumed writes the lines of an uninterrupted one.
+                "log": {
+                    "line": self.log.get_state(),
+                    "meters": {name: runner.meter.get_state() for name, runner in self.runners.items()},
+                },
             }
         }
 
@@ -456,7 +465,7 @@ class Orchestrator:
     def _finish(self) -> None:
         """Write the last log line and checkpoint, and close the environments of evolution."""
         self.check_folder()
-        if self.log.logger is not None:
+        if self.log.logger is not None and self._logged_at != self._work_done():
             self.write_log(last=True)
         for name, runner in self.runners.items():
             with self._side_job(f"closing {name}"):

@@ -38,13 +38,16 @@ class RunLog:
         self.last_return: float | None = None
         self.last_evaluation: float | None = None
         self._episodes: list[Episode] = []
-        self._collect: dict[str, list[float]] = {}
+        self._collect: dict[str, list[float]] = {}  # key -> [sum, count]
         self._since = (clock(), 0, 0)
         self._ticked = 0.0
         self._interval = 0  # environment steps and updates between the last two lines
+        self._line: int | None = None  # environment steps and updates at the last line
 
     def begin(self, totals: Mapping[str, int]) -> None:
         """Start measuring rates at these counters (a resumed run does not start at 0)."""
+        if self._line is None:
+            self._line = totals["env_steps"] + totals["updates"]
         self._since = (self.clock(), totals["env_steps"], totals["updates"])
 
     def tick(self, totals: Mapping[str, int], headline: Callable[[], Mapping[str, Any]]) -> None:
@@ -61,7 +64,30 @@ class RunLog:
     def collected(self, metrics: Mapping[str, float], episodes: list[Episode]) -> None:
         self._episodes += episodes
         for key, value in metrics.items():
-            self._collect.setdefault(key, []).append(float(value))
+            entry = self._collect.setdefault(key, [0.0, 0.0])
+            entry[0] += float(value)
+            entry[1] += 1.0
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what the next log line will average, for a checkpoint between two lines."""
+        episodes = [
+            [episode.episode_return, episode.length, episode.env, dict(episode.log)]
+            for episode in self._episodes
+        ]
+        return {
+            "collect": {key: list(entry) for key, entry in self._collect.items()},
+            "episodes": episodes,
+            "line": self._line or 0,
+            "interval": self._interval,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._line, self._interval = int(state["line"]), int(state["interval"])
+        self._collect = {key: [float(value) for value in entry] for key, entry in state["collect"].items()}
+        self._episodes = [
+            Episode(float(total), int(length), int(env), dict(log))
+            for total, length, env, log in state["episodes"]
+        ]
 
     def counters(self, totals: Mapping[str, int]) -> dict[str, int]:
         """Return agent steps, environment frames and updates: they are part of every log line."""
@@ -90,14 +116,15 @@ class RunLog:
         headline: further values for the progress display
         """
         metrics: dict[str, float] = {}
-        work = totals["env_steps"] + totals["updates"] - self._since[1] - self._since[2]
+        done = totals["env_steps"] + totals["updates"]
+        work = done - (self._line or 0)
         short = last and work < SHORT * self._interval
-        self._interval = max(work, 0)
+        self._interval, self._line = max(work, 0), done
         for prefix, meter in meters:
             drained = meter.drain()
             kept = {key: value for key, value in drained.items() if not short or key == "nonfinite"}
             metrics |= prefixed(kept, prefix)
-        collected = {key: sum(values) / len(values) for key, values in self._collect.items()}
+        collected = {key: total / count for key, (total, count) in self._collect.items()}
         metrics |= prefixed(collected, "collect")
         statistics = return_statistics(self._episodes)
         metrics |= prefixed({key.removeprefix("log/"): value for key, value in statistics.items()}, "collect")

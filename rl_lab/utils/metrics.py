@@ -30,6 +30,8 @@ class MetricMeter:
     def __init__(self) -> None:
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._floats: dict[str, list[float]] = {}  # key -> [sum, count]
+        # Sums of a checkpoint, by keys; they become a group when the device is known.
+        self._restored: dict[tuple[str, ...], tuple[int, list[float]]] = {}
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add one value per key: 0-d tensors (any device, any dtype), numpy scalars or numbers."""
@@ -50,7 +52,31 @@ class MetricMeter:
         group = self._groups.get(tuple(names))
         if group is None:
             group = self._groups[tuple(names)] = _Group(names, tensors)
+            if tuple(names) in self._restored:
+                group.set_sums(*self._restored.pop(tuple(names)))
         group.add(tensors)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the sums since the last drain. Synchronizes."""
+        groups = [
+            {"names": list(group.names), "count": group.count, "sums": group.total.tolist()}
+            for group in self._groups.values()
+            if group.count
+        ]
+        groups += [
+            {"names": list(names), "count": count, "sums": list(sums)}
+            for names, (count, sums) in self._restored.items()
+        ]
+        return {"floats": {key: list(entry) for key, entry in self._floats.items()}, "groups": groups}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue with the sums of `get_state`."""
+        self._groups.clear()
+        self._floats = {key: [float(value) for value in entry] for key, entry in state["floats"].items()}
+        self._restored = {
+            tuple(group["names"]): (int(group["count"]), [float(value) for value in group["sums"]])
+            for group in state["groups"]
+        }
 
     def drain(self) -> dict[str, float]:
         """Return the mean of each key since the last drain; keys without a value are left out.
@@ -61,6 +87,12 @@ class MetricMeter:
 
         totals: dict[str, list[float]] = {key: [*entry] for key, entry in self._floats.items()}
         self._floats.clear()
+        for names, (count, saved) in self._restored.items():
+            for key, value in zip(names, saved):
+                entry = totals.setdefault(key, [0.0, 0.0])
+                entry[0] += value
+                entry[1] += count
+        self._restored.clear()
         filled = [group for group in self._groups.values() if group.count]
         for device in {group.total.device for group in filled}:
             here = [group for group in filled if group.total.device == device]
@@ -101,6 +133,12 @@ class _Group:
                 tensors = [tensor.to(device, torch.float32).reshape(()) for tensor in tensors]
             self.total += torch.stack(tensors)
         self.count += 1
+
+    def set_sums(self, count: int, sums: list[float]) -> None:
+        import torch
+
+        self.total.copy_(torch.tensor(sums, dtype=self.total.dtype))
+        self.count = count
 
     def clear(self) -> None:
         self.total.zero_()

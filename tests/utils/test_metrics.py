@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -105,3 +107,20 @@ def test_no_sync_on_gpu():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert meter.drain() == {"a": 1.0, "b": 2.0}
+
+
+def test_meter_state_continues_the_sums():
+    whole, first, second = MetricMeter(), MetricMeter(), MetricMeter()
+    calls = [{"loss": torch.tensor(0.1 * i), "lr": 0.3 * i} for i in range(1, 8)]
+    for number, call in enumerate(calls):
+        whole.add(call)
+        if number < 4:
+            first.add(call)
+    first.add({"other": torch.tensor(2.0)})
+    whole.add({"other": torch.tensor(2.0)})
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    assert second.get_state() == first.get_state()
+    for call in calls[4:]:
+        second.add(call)
+    assert second.drain() == whole.drain()  # bit for bit; "other" had no call after the restore
+    assert second.drain() == {} and second.get_state() == {"floats": {}, "groups": []}
