@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 from rl_lab.errors import DISTRIBUTION, ConfigError, LabError, one_line
 from rl_lab.records import REFUSED, Spec
 from rl_lab.utils.files import LOCK_NAME, absolute, read_json, write_json_atomic
-from rl_lab.utils.untrusted import LARGEST_YAML, check_links, check_yaml, read_bytes
+from rl_lab.utils.untrusted import (
+    LARGEST_YAML,
+    check_links,
+    check_yaml,
+    control_characters,
+    read_bytes,
+    strings,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -198,7 +205,7 @@ class RunFolder:
         """
         from omegaconf import DictConfig, OmegaConf
 
-        from rl_lab.config.checks import check_values
+        from rl_lab.config.checks import check_complete, check_values
         from rl_lab.config.compose import check_targets
         from rl_lab.config.saved import current_targets
         from rl_lab.config.trust import (
@@ -234,6 +241,7 @@ class RunFolder:
                         raise
                     config.environment[REFUSED] = f"{self.config_file}: {error}"
             check_values(plain)
+            check_complete(plain)
         except UntrustedError as error:
             raise UntrustedError(f"{self.config_file}: {error}") from None
         except ConfigError as error:
@@ -251,7 +259,11 @@ class RunFolder:
 
     def load_spec(self) -> Spec:
         try:
-            return Spec.from_dict(read_json(self.spec_file))
+            data = read_json(self.spec_file)
+            for path, text in strings(data):
+                if control_characters(text):
+                    raise ValueError(f"{path} has control characters")
+            return Spec.from_dict(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{self.spec_file} is damaged: {one_line(error)}") from error
 

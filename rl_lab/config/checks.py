@@ -135,6 +135,27 @@ def check_values(config: Mapping[str, Any]) -> None:
     check_rules(config)
 
 
+# Keys that every saved config has since 2026-11-15; newer ones have a default where they are read.
+_REQUIRED = (
+    "experiment.name experiment.seed experiment.device training.total_timesteps training.phases "
+    "training.precision training.capture training.fast_path training.prefetch training.threads "
+    "training.resume_path training.log.every_env_steps training.log.every_updates "
+    "training.evaluate.every_env_steps training.evaluate.every_updates training.evaluate.episodes "
+    "training.evaluate.sample training.evaluate.video training.report.every_env_steps "
+    "training.report.every_updates training.checkpoint.every_env_steps training.checkpoint.every_updates "
+    "training.checkpoint.keep training.checkpoint.keep_weights training.checkpoint.epoch_weights "
+    "training.on_nonfinite training.on_save_failure training.profile load.path load.components "
+    "load.controllers logging.tensorboard logging.progress wandb.mode wandb.project "
+)
+
+
+def check_complete(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a saved config lacks a key that every run has. config: plain."""
+    for path in _REQUIRED.split():
+        if not list(_values(config, path)):
+            raise ConfigError(f"{path} is missing")
+
+
 def check_rules(config: Mapping[str, Any], prefix: str = "") -> None:
     """Raise ConfigError for a value of the wrong type at a path that starts with `prefix`."""
     for path, (expected, fits) in RULES.items():

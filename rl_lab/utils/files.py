@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import warnings
 import weakref
 import zlib
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import IO, Any, BinaryIO
 
 from rl_lab.errors import CheckpointError, ConfigError, RunFolderLostError, RunLockedError
+from rl_lab.utils.untrusted import LARGEST_JSON, open_regular, read_bytes
 
 BLOCK = 1 << 20  # bytes read at a time for a checksum
 TEMPORARY_SUFFIX = ".tmp"
@@ -82,7 +84,7 @@ def remove_temporary(folder: Path) -> None:
 
 def crc32_of(path: Path) -> int:
     """crc32 of a file's content."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return _checksum(file)[1]
 
 
@@ -105,7 +107,7 @@ def write_json_atomic(path: Path, data: Any) -> tuple[int, int]:
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file; CheckpointError when it is missing or damaged."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_bytes(path, LARGEST_JSON))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -187,6 +189,8 @@ class RunLock:
             raise ConfigError(f"{self.folder} cannot be written to: {error}") from error
         handle = _open_folder(self.folder)
         try:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{self.path} is not a regular file: remove it")
             if not _try_flock(file) or not _try_flock_folder(handle):
                 raise RunLockedError(self._taken_message(file))
             self._write_holder(file)
@@ -386,9 +390,9 @@ def json_safe(value: Any) -> Any:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a file; an incomplete last line and lines that are not objects are skipped."""
     rows = []
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for line in file:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict) and line.endswith(b"\n"):
                     rows.append({key: _number(value) for key, value in row.items()})
@@ -410,6 +414,9 @@ class JsonlWriter:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - stays open for the life of the writer
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.close()
+            raise ConfigError(f"{path} is not a regular file: remove it")
         self._size = self._truncate(resume_bytes)
         self._warned = False
 

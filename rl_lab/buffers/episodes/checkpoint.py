@@ -18,7 +18,14 @@ import torch
 
 from rl_lab.buffers.chunk_files import LostFile, find_damaged
 from rl_lab.buffers.episodes.reader import WrittenBlocks
-from rl_lab.buffers.episodes.recovery import INDEX, check_chunks, chunk_files, chunk_path, recover
+from rl_lab.buffers.episodes.recovery import (
+    INDEX,
+    LARGEST_INDEX,
+    check_chunks,
+    chunk_files,
+    chunk_path,
+    recover,
+)
 from rl_lab.buffers.episodes.store import EpisodeStore
 from rl_lab.buffers.episodes.writer import OpenEpisodes
 from rl_lab.buffers.ring import differences
@@ -26,6 +33,7 @@ from rl_lab.buffers.row_layout import FORMAT, RowLayout, write_layout
 from rl_lab.errors import CheckpointError
 from rl_lab.utils.checkpoint.saveable import load_data
 from rl_lab.utils.files import TEMPORARY_SUFFIX, write_atomic
+from rl_lab.utils.untrusted import open_regular, read_bytes
 
 KIND = "episodes"
 
@@ -162,7 +170,7 @@ def replace_files(
     for name, source in chunks.items():
         if source.exists():
             link_or_copy(source, store.folder / name)
-    content = b"" if index is None else index.read_bytes()
+    content = b"" if index is None else read_bytes(index, LARGEST_INDEX)
     write_atomic(store.folder / INDEX, lambda file: file.write(content))
     for path in chunk_files(store.folder).values():
         if path.name not in chunks:
@@ -191,5 +199,5 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, temporary)
         os.replace(temporary, target)
     except OSError:  # on another disk, or hard links are not supported
-        with open(source, "rb") as file:
+        with open_regular(source) as file:
             write_atomic(target, lambda copy: shutil.copyfileobj(file, copy, 1 << 20))

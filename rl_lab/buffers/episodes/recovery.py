@@ -40,8 +40,10 @@ from rl_lab.buffers.episodes.table import (
     unpack,
 )
 from rl_lab.errors import ConfigError, MissingPackageError, closest, install_line
+from rl_lab.utils.untrusted import open_regular, read_bytes
 
 INDEX = "index.log"
+LARGEST_INDEX = 4 << 30  # bytes; an episode takes about 100
 CHANGED = "has changed since it was written (checksum)"
 
 
@@ -72,7 +74,7 @@ def chunk_files(folder: Path) -> dict[int, Path]:
 def recover(folder: Path, *, index: Path | None = None, verify: bool = False) -> Recovered:
     """Read a folder of episodes. verify: check every block of every chunk, not only of the last one"""
     index = index or folder / INDEX
-    data = index.read_bytes() if index.exists() else b""
+    data = read_bytes(index, LARGEST_INDEX) if index.exists() else b""
     records, good = read_log(data)
     files = chunk_files(folder)
     found = Recovered(table_of(records), index_size=good, index_records=len(records))
@@ -148,7 +150,7 @@ class _RecordReader:
     """Reads the records of a chunk file, starting at a position."""
 
     def __init__(self, path: Path, position: int) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 - closed with the object
+        self._file = open_regular(path)  # closed with the object
         self.size = path.stat().st_size
         self.position = position
 
@@ -214,7 +216,7 @@ def check_chunks(folder: Path, table: EpisodeTable, chunks: Iterable[int], lost:
         path = chunk_path(folder, chunk)
         numbers = table.in_chunk(chunk)
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 damaged = [e.number for e in table.records(numbers.tolist()) if not _is_intact(file, e)]
             reason = CHANGED
         except OSError as error:

@@ -44,8 +44,10 @@ from rl_lab.errors import CheckpointError, ConfigError
 from rl_lab.records import Spec
 from rl_lab.utils.checkpoint.saveable import load_data
 from rl_lab.utils.files import crc32_of, read_json, write_atomic, write_json_atomic
+from rl_lab.utils.untrusted import open_regular
 
 SUFFIXES = (".npz", ".pt")
+LARGEST_EPISODE = 4 << 30  # bytes, unpacked
 OTHER_ENDS = "ends"  # `dones` in the episode files of IRIS and Δ-IRIS
 KEYS = (SINGLE, "actions", "rewards", *ENDS, OTHER_ENDS)
 DESCRIPTION = "dataset.json"
@@ -216,7 +218,10 @@ def read_arrays(file: Path, wanted: Sequence[str] = KEYS) -> dict[str, np.ndarra
         if file.suffix == ".pt":
             content = _flatten(load_data(file, check_zip=True))
             return {key: _array(value) for key, value in content.items() if key.split("/")[0] in wanted}
-        with np.load(file, allow_pickle=False) as archive:
+        with open_regular(file) as opened, np.load(opened, allow_pickle=False) as archive:
+            unpacked = sum(info.file_size for info in archive.zip.infolist())
+            if unpacked > LARGEST_EPISODE:
+                raise ValueError(f"it unpacks to {unpacked:,} bytes, more than {LARGEST_EPISODE:,}")
             return {key: archive[key] for key in archive.files if key.split("/")[0] in wanted}
     except CheckpointError as error:
         raise ConfigError(f"episode {error}") from None
@@ -231,7 +236,7 @@ def keys_of(file: Path) -> list[str]:
     """Return all keys of a file, also those that are not read."""
     if file.suffix == ".pt":
         return sorted(_flatten(load_data(file, check_zip=True)))
-    with np.load(file, allow_pickle=False) as archive:
+    with open_regular(file) as opened, np.load(opened, allow_pickle=False) as archive:
         return sorted(archive.files)
 
 

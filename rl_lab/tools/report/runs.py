@@ -16,6 +16,7 @@ from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.tools.published import Task
 from rl_lab.tools.report.curves import Metrics
 from rl_lab.utils.checkpoint.manifest import read_manifest
+from rl_lab.utils.untrusted import open_regular, read_yaml_text
 
 # Config paths that may differ between seeds of one experiment.
 OF_ONE_RUN = (
@@ -158,6 +159,7 @@ def plot_problem(folder: RunFolder, error: Exception) -> str:
 
 
 def _read_run(folder: RunFolder) -> RunData:
+    folder.check_links(replay=False)
     return RunData(folder, _read_config(folder), Metrics.read(folder.metrics))
 
 
@@ -202,8 +204,8 @@ def _read_config(folder: RunFolder) -> dict[str, Any]:
     import yaml
 
     try:
-        plain = yaml.safe_load(folder.config_file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        plain = yaml.safe_load(read_yaml_text(folder.config_file))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise LabError(f"{folder.config_file} cannot be read as YAML: {one_line(error)}") from error
     if not isinstance(plain, dict):
         raise LabError(f"{folder.config_file} contains no config")
@@ -303,7 +305,8 @@ def _checkpoints(folder: RunFolder) -> list[str]:
 
 def _code(folder: RunFolder) -> str:
     try:
-        text = (folder.path / "code.txt").read_text(encoding="utf-8", errors="replace")
+        with open_regular(folder.path / "code.txt") as file:
+            text = file.read(1 << 16).decode("utf-8", errors="replace")
     except OSError:
         return ""
     first, _, rest = text.partition("\n")

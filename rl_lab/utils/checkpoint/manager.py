@@ -47,9 +47,9 @@ from rl_lab.utils.files import crc32_of, free_bytes, make_folder, remove_tempora
 
 # A manifest is deleted before the files it names, so that every manifest on disk is complete at any time.
 
-_STATE_FILE = re.compile(r"(step_\d+|[a-z][a-z0-9_-]*\.\d+)(\.\w+)*\.pt")
+_STATE_FILE = re.compile(r"(step_\d{9,}|[a-z][a-z0-9_-]*\.\d{9,})(\.again|\.weights)*\.pt")
 # Names that buffers give to replay files. Other files in the replay folder are never deleted.
-_REPLAY_FILE = re.compile(r"(chunk|tail|mutable|index|memory)-\d+(-\d+)?\.(pt|episodes|log)")
+_REPLAY_FILE = re.compile(r"(chunk|tail|mutable|index|memory)-\d{8,}(-\d{8,})?\.(pt|episodes|log)")
 
 
 def clean(

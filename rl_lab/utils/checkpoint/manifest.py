@@ -73,7 +73,22 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} is not a valid manifest: '{name}' is missing or has the wrong type"
             )
+    _check_names(path, manifest)
     return manifest
+
+
+def _check_names(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a manifest names a file in another folder than its own."""
+    try:
+        names = [manifest["state"]["file"], *manifest["buffers"]]
+        names += [name for _, name, _ in replay_files(manifest)]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a valid manifest ({error!r})") from None
+    for name in names:
+        if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+            raise CheckpointError(
+                f"{path} names {ascii(name)[:100]}, which is not the name of a file beside it"
+            )
 
 
 def _check(content: Mapping[str, Any]) -> int:

@@ -138,11 +138,15 @@ def load_data(path: Path, *, check_zip: bool = False) -> Any:
     if not zipfile.is_zipfile(path):
         raise CheckpointError(f"{path} is not a zip archive: it is not a checkpoint, or its end is missing")
     try:
-        if check_zip:
-            with zipfile.ZipFile(path) as archive:
-                broken = archive.testzip()
-            if broken is not None:
-                raise CheckpointError(f"{path} is damaged: the checksum of '{broken}' in it is wrong")
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+            if unpacked > path.stat().st_size:  # torch.save does not compress
+                raise CheckpointError(
+                    f"{path} is refused: it unpacks to {unpacked:,} bytes, but has {path.stat().st_size:,}"
+                )
+            broken = archive.testzip() if check_zip else None
+        if broken is not None:
+            raise CheckpointError(f"{path} is damaged: the checksum of '{broken}' in it is wrong")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's warnings about TorchScript and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)

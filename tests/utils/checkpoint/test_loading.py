@@ -188,7 +188,7 @@ def test_manifest_paths_stay_in_folder(run, tmp_path):
     path = run.folder / "step_000000002.json"
     content = manifest_module.read_manifest(path)
     write_manifest(path, content | {"state": content["state"] | {"file": "../../outside.pt"}})
-    with pytest.warns(UserWarning, match="leads out of"):
+    with pytest.warns(UserWarning, match="is not the name of a file beside it"):
         assert run.load().step == 1
 
 
