@@ -185,7 +185,7 @@ class Trials:
             path = choose.choice((known if choose.random() < 0.5 else everything) or [run / "nothing"])
         if not os.path.lexists(path):
             return f"{way}: {path.relative_to(run)} is gone"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             self._apply(run, path, way, choose)
         return f"{way}: {path.relative_to(run)}"
 
@@ -369,8 +369,13 @@ def spoil_config(text: str, way: str, choose: random.Random) -> str:
     )
     if way == "yaml":
         return choose.choice((text + choose.choice(bombs), choose.choice(bombs) + text, "- 1\n", "1", ""))
-    config = yaml.safe_load(text)
-    places = list(_leaves(config))
+    try:
+        config = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError):
+        return text
+    places = list(_leaves(config)) if isinstance(config, dict) else []
+    if not places:
+        return text
     node, key = choose.choice(places)
     values = (
         f"{CANARY}:Env",
@@ -395,7 +400,8 @@ def spoil_config(text: str, way: str, choose: random.Random) -> str:
         group = choose.choice(
             ("components", "controllers", "optimizers", "buffers", "environment", "algorithm")
         )
-        config[group][choose.choice(("extra", "_target_", "task"))] = choose.choice(values)
+        if isinstance(config.get(group), dict):
+            config[group][choose.choice(("extra", "_target_", "task"))] = choose.choice(values)
     else:
         node[key] = choose.choice(values)
     return yaml.safe_dump(config, sort_keys=False)
