@@ -97,6 +97,7 @@ def part(target: str, **options: Any) -> dict[str, Any]:
     return {"_target_": target, **options}
 
 
+MAKE = "rl_lab.environments.make.make_configured_env"
 GOOD = "rl_lab.components.representation_learners.identity.IdentityRepresentation"
 TARGETS = [
     "canary_part.Thing",
@@ -149,6 +150,16 @@ VECTORS = {
     "missing": put("experiment.name", "???"),
     "escape sequence": put("experiment.name", "\x1b[2Jx"),
     "task that is a mapping": put("environment.task", part("canary_part.Env")),
+    "environment of a part": put("components.extra", part(MAKE, environment={"task": "canary_part:Env"})),
+    "task of a part": put(
+        "components.extra", part(MAKE, environment={"task": "dummy/count"}, task="canary_part:Env")
+    ),
+    "evaluation task of a part": put(
+        "components.extra",
+        part(MAKE, environment={"task": "dummy/count", "eval": {"task": "canary_part:Env"}}),
+    ),
+    "no environment of a part": put("components.extra", part(MAKE, _partial_=True)),
+    "model of a hub": put("components.extra", part(GOOD, model="stranger/model")),
     "weights of another file": put("components.extra", part(GOOD, path="/etc/passwd")),
 }
 ENVIRONMENTS = {
@@ -390,6 +401,9 @@ def test_every_shipped_experiment_is_loaded_from_anybody(name: str) -> None:
 
     plain: Any = OmegaConf.to_container(config)
     plain.pop("hydra", None)
+    for node in plain["components"].values():
+        if isinstance(node, dict) and node.get("environment") == "${environment}":
+            node["environment"] = to_plain(config.environment)
     if name == "iris_gpt2_frozen":  # names a model on this machine or a hub, which is asked for
         with pytest.raises(UntrustedError, match=r"backbone\.path"):
             check_parts(plain)

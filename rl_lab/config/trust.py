@@ -158,10 +158,37 @@ def check_parts(config: Mapping[str, Any]) -> None:
                 key not in UNDERSCORE_KEYS or (key == "_dims") != (path == "")
             ):
                 raise UntrustedError(f"{_shown(where)[1:-1]} is not a key of a part: {TRUST}")
-            elif key == "path" and path.startswith(("components.", "controllers.", "workflow")) and value:
+            elif path.startswith(PARTS) and ".environment" not in path and _is_file(key, value):
                 raise UntrustedError(
-                    f"{_shown(where)[1:-1]} is {_shown(value)}, a file of this machine: {TRUST}"
+                    f"{_shown(where)[1:-1]} is {_shown(value)}, a file or a model elsewhere: {TRUST}"
                 )
+        if str(node.get("_target_", "")).rpartition(".")[2] == "make_configured_env":
+            _check_environment_part(node, path)
+
+
+def _check_environment_part(node: Mapping[Any, Any], path: str) -> None:
+    """Check a part that is an environment, as the environment of the run is checked."""
+    given = node.get("environment")
+    if not isinstance(given, Mapping):
+        raise UntrustedError(f"{_shown(path)[1:-1]}.environment is {_shown(given)}: {TRUST}")
+    _check_environment(given, f"{path}.environment")
+    evaluation = given.get("eval")
+    if isinstance(evaluation, Mapping):
+        _check_environment({"suite": given.get("suite"), **evaluation}, f"{path}.environment.eval")
+    changes = {key: value for key, value in node.items() if key != "environment" and str(key)[:1] != "_"}
+    _check_environment(changes, path)
+
+
+PARTS = ("components.", "controllers.", "optimizers.", "workflow")
+
+
+def _is_file(key: Any, value: Any) -> bool:
+    """Whether an argument of a part is a path, or the name of a model on a hub."""
+    texts = value if isinstance(value, list) else [value]
+    return (key in ("path", "linear", "revision") and bool(value)) or any(
+        isinstance(text, str) and (text.startswith((".", "~")) or "/" in text or "\\" in text)
+        for text in texts
+    )
 
 
 def check_environment(config: Mapping[str, Any]) -> None:

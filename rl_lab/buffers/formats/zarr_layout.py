@@ -347,7 +347,14 @@ class _Array:
             ) from None
 
 
-def _codec(path: Path, config: Mapping[str, Any]) -> Any:
+# numcodecs has codecs that run code of the data ("pickle"): only those that unpack bytes are used.
+CODECS = ("blosc", "zlib", "gzip", "bz2", "lzma", "lz4", "zstd")
+
+
+def _codec(path: Path, config: Any) -> Any:
+    if not isinstance(config, Mapping) or config.get("id") not in CODECS:
+        name = config.get("id") if isinstance(config, Mapping) else config
+        raise ConfigError(f"{path} is compressed with {str(name)[:50]!r}: only {', '.join(CODECS)} are read")
     try:
         from numcodecs import get_codec
     except ModuleNotFoundError as error:
