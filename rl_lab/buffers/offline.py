@@ -19,6 +19,7 @@ from rl_lab.buffers.episodes.store import EpisodeStore
 from rl_lab.buffers.episodes.writer import OpenEpisodes
 from rl_lab.buffers.formats.dataset import Dataset, open_dataset, recognize
 from rl_lab.buffers.formats.episode import to_rows
+from rl_lab.buffers.formats.zarr import is_ours
 from rl_lab.buffers.formats.zarr_layout import Keys, ZarrEpisodes, is_zarr_layout
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.buffers.ring import Array, as_rows
@@ -187,7 +188,7 @@ def open_source(
     episodes: int | None = None,
 ) -> RowSource:
     """Open a run, a checkpoint, the folder of an EpisodeBuffer, a zarr folder, or stored episodes of any format."""
-    if is_zarr_layout(path):
+    if is_zarr_layout(path) and not is_ours(path):
         return ZarrEpisodes(path, spec, observations, episodes)
     if observations is not None or episodes is not None:
         raise ConfigError(

@@ -303,6 +303,12 @@ FORMATS = {
             lambda path: _is_tensordict(path),
             writable=False,
         ),
+        Format(
+            "zarr",
+            "Diffusion Policy: a folder with data/… and meta/episode_ends, zarr version 2",
+            "zarr",
+            lambda path: path.is_dir() and any((path / name).exists() for name in (".zgroup", "zarr.json")),
+        ),
         Format("lab", "our own: compressed episodes in a few files, and runs", "lab", _is_lab),
         Format(
             "npz",

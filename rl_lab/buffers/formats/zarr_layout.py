@@ -53,7 +53,7 @@ class ZarrEpisodes:
         episodes: int | None = None,
     ) -> None:
         self.path, self.spec = path, spec
-        self.arrays = _open_group(path)
+        self.arrays = open_arrays(path)
         self.ends = self._episode_ends(episodes)
         self.sources = self._sources(observations or {})
         self.action = self._array("action")
@@ -136,7 +136,7 @@ class ZarrEpisodes:
     def _parts(self) -> list[_Part]:
         return [part for parts in self.sources.values() for part in parts]
 
-    def _array(self, key: str) -> _Array:
+    def _array(self, key: str) -> ZarrArray:
         if key not in self.arrays:
             raise ConfigError(f"{self.path} has no array 'data/{key}'.{closest(key, self.arrays)}")
         return self.arrays[key]
@@ -174,7 +174,7 @@ class ZarrEpisodes:
             raise ConfigError(
                 f"{self.path} has no array 'meta/episode_ends': it is not in the layout of Diffusion Policy"
             )
-        array = _Array(ends_path)
+        array = ZarrArray(ends_path)
         ends = array.read(0, array.shape[0]).astype(np.int64)
         if not len(ends) or ends[0] < 1 or (np.diff(ends) < 1).any():
             raise ConfigError(f"{self.path}: meta/episode_ends must be increasing and start above 0")
@@ -212,7 +212,7 @@ class ZarrEpisodes:
 class _Part:
     """A key of `data`, or some of its last dimension after flattening."""
 
-    def __init__(self, key: str, array: _Array, columns: slice) -> None:
+    def __init__(self, key: str, array: ZarrArray, columns: slice) -> None:
         self.key, self.array, self.columns = key, array, columns
         self.selects = columns != slice(None, None)
 
@@ -267,21 +267,24 @@ def _check_finite(name: str, value: np.ndarray) -> None:
 # ---------------------------------------------------------------- zarr, version 2
 
 
-def _open_group(path: Path) -> dict[str, _Array]:
+def open_arrays(path: Path, group: str = "data") -> dict[str, ZarrArray]:
+    """Return the arrays of a group by key."""
     if (path / "zarr.json").exists():
         raise ConfigError(
             f"{path} is zarr version 3: write it as version 2 (zarr_format=2), as the published data is"
         )
     arrays = {
-        str(file.parent.relative_to(path / "data")): _Array(file.parent)
-        for file in sorted((path / "data").rglob(".zarray"))
+        str(file.parent.relative_to(path / group)): ZarrArray(file.parent)
+        for file in sorted((path / group).rglob(".zarray"))
     }
     if not arrays:
-        raise ConfigError(f"{path} has no arrays under 'data': it is not in the layout of Diffusion Policy")
+        raise ConfigError(
+            f"{path} has no arrays under '{group}': it is not in the layout of Diffusion Policy"
+        )
     return arrays
 
 
-class _Array:
+class ZarrArray:
     """One array of a zarr folder; chunks are decoded when they are read, and the last one is kept."""
 
     def __init__(self, path: Path) -> None:

@@ -303,3 +303,35 @@ def test_reading_keeps_little_in_memory(tmp_path: Path) -> None:
         assert_equal(read.episode(1), episodes(SPECS["vector"])[1])
         with pytest.raises(ConfigError, match=r"000002.npz cannot be read"):
             read.episode(2)
+
+
+# ---------------------------------------------------------------- zarr
+
+
+def test_zarr_package_reads_what_we_write(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    path = write(tmp_path / "data.zarr", SPECS["both"], "zarr")
+    group = zarr.open_group(str(path), mode="r")
+    given = episodes(SPECS["both"])
+    assert group["meta/episode_ends"][:].tolist() == [5, 6, 15]
+    expected = np.concatenate([np.moveaxis(e.observations["image"][:-1], 1, -1) for e in given])
+    assert np.array_equal(group["data/image"][:], expected)
+    assert np.array_equal(group["data/action"][:], np.concatenate([e.actions for e in given]))
+
+
+def test_zarr_files_of_others(tmp_path: Path) -> None:
+    """As Push-T's: float32 images from 0 to 255, actions in pixels, neither rewards nor ends."""
+    spec = SPECS["image"]
+    path = write(tmp_path / "pusht", spec, "zarr", units="environment")
+    (path / ".zattrs").unlink()
+    for name in ("reward", "terminated", "truncated"):
+        for file in (path / "data" / name).iterdir():
+            file.unlink()
+    with open_dataset(path) as data:
+        assert data.lengths.tolist() == [5, 1, 9] and data.notes() == ["no rewards: they are 0"]
+        low, high = np.array(data.spec.action.low), np.array(data.spec.action.high)
+        for found, given in zip(data, episodes(spec)):
+            assert found.last_repeated and found.truncated[-1] and not found.rewards.any()
+            assert np.array_equal(found.observations["image"][:-1], given.observations["image"][:-1])
+            there = unscaled_actions(given.actions, spec.action)
+            assert np.abs(low + (found.actions + 1) / 2 * (high - low) - there).max() < 1e-5
