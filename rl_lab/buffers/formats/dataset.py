@@ -309,6 +309,14 @@ FORMATS = {
             "zarr",
             lambda path: path.is_dir() and any((path / name).exists() for name in (".zgroup", "zarr.json")),
         ),
+        Format(
+            "lerobot",
+            "LeRobot v3: parquet tables and videos",
+            "lerobot",
+            lambda path: (path / "meta" / "info.json").is_file(),
+            package="pyarrow",
+            extra="lerobot",
+        ),
         Format("lab", "our own: compressed episodes in a few files, and runs", "lab", _is_lab),
         Format(
             "npz",
