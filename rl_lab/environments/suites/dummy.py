@@ -23,6 +23,7 @@ from gymnasium import spaces
 
 from rl_lab.errors import ConfigError, closest
 
+StepResult = tuple[Any, float, bool, bool, dict[str, Any]]
 BALL, PADDLE, BACKGROUND = (240, 200, 60), (80, 170, 255), (16, 16, 32)
 
 
@@ -86,12 +87,70 @@ class Catch(gymnasium.Env):
         self.row, self.column = 0, int(self.np_random.integers(self.cells))
 
 
+class Bounce(gymnasium.Env):
+    """Image (side, side, 3). Actions: left, stay, right. Reward +1 for a returned ball, -1 for a missed one.
+
+    A ball flies diagonally and bounces off the walls, also off the floor if the paddle (three cells wide) misses it, so
+    everything after the first frames is determined by the actions: a world model can predict a whole episode.
+
+    cells:  side length of the grid; the ball moves one cell per step in both directions
+    length: steps, after which the episode is truncated
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (as in Gymnasium)
+
+    def __init__(
+        self, cells: int = 8, side: int = 16, length: int = 40, render_mode: str | None = None
+    ) -> None:
+        self.cells, self.side, self.length = cells, side, length
+        self.render_mode = render_mode
+        self.observation_space = spaces.Box(0, 255, (side, side, 3), np.uint8)
+        self.action_space = spaces.Discrete(3)
+        self.elapsed = 0
+
+    @property
+    def best_return(self) -> float:
+        """Return of an agent that misses no ball, from the usual start; a ball takes 2 · (cells - 2) steps."""
+        return float(self.length // (2 * (self.cells - 2)))
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.elapsed = 0
+        self.paddle = self.cells // 2
+        self.row, self.column = 0, int(self.np_random.integers(self.cells))
+        self.down, self.right = 1, int(self.np_random.choice([-1, 1]))
+        return self.render(), {}
+
+    def step(self, action: Any) -> StepResult:
+        self.paddle = int(np.clip(self.paddle + int(action) - 1, 1, self.cells - 2))
+        self.elapsed += 1
+        if not 0 <= self.column + self.right < self.cells:
+            self.right = -self.right
+        self.row, self.column = self.row + self.down, self.column + self.right
+        reward, info = 0.0, {"log/hits": 0.0}
+        if self.row == self.cells - 2:  # the row above the paddle
+            hit = abs(self.column - self.paddle) <= 1
+            reward, info["log/hits"] = (1.0, 1.0) if hit else (-1.0, 0.0)
+            self.down = -1
+        elif self.row == 0:
+            self.down = 1
+        return self.render(), reward, False, self.elapsed >= self.length, info
+
+    def render(self) -> np.ndarray:
+        """Return the observation."""
+        grid = np.empty((self.cells, self.cells, 3), np.uint8)
+        grid[:] = BACKGROUND
+        grid[-1, self.paddle - 1 : self.paddle + 2] = PADDLE
+        grid[self.row, self.column] = BALL
+        index = np.arange(self.side) * self.cells // self.side
+        return grid[index][:, index]
+
+
 EXTRA = ""
 MISTAKES = 3  # number of mistakes that terminates the episode
 FRAME = 32
-
-StepResult = tuple[Any, float, bool, bool, dict[str, Any]]
-
 
 class CueEnv(gymnasium.Env):
     """Base class: the observation contains a random cue; the reward, at most 1, rates the action."""
@@ -275,6 +334,7 @@ TASKS: dict[str, Callable[..., gymnasium.Env]] = {
     "discrete": DiscreteCue,
     "continuous": ContinuousCue,
     "dict": DictCue,
+    "bounce": Bounce,
     "catch": Catch,
     "count": Count,
 }
@@ -295,5 +355,5 @@ def step_seconds(task: str) -> float:
 
 
 def make(task: str, *, render: bool = False, **options: Any) -> gymnasium.Env:
-    """options: `length`; for count `truncate` and `faults`; for catch `cells` and `side`"""
+    """options: `length`; for count `truncate` and `faults`; for bounce and catch `cells` and `side`"""
     return TASKS[task](render_mode="rgb_array" if render else None, **options)

@@ -268,6 +268,10 @@ def write_dream_report(found: DreamReport, folder: Path | str) -> dict[str, Path
             )
     if found.notes:
         page.sections.append(Section("Notes", texts=[("runs left out, and why", "\n".join(found.notes))]))
+    if image_key(found.segments, found.predictions):
+        from rl_lab.tools.dream_report.animation import dream_gif
+
+        files["gif"] = dream_gif(found, folder / "dream.gif")
     files["html"] = write_page(page, folder / "index.html")
     return files
 
