@@ -76,10 +76,12 @@ install = $(if $(LOCKED),$(install_locked),$(PIP) -e '.[$(1)]')
 NEEDS := $(VENV)/bin/python pyproject.toml constraints.txt $(wildcard requirements/*.lock)
 
 $(VENV)/.demo: $(NEEDS)
+	@echo "installing PyTorch and the other packages into $(VENV): 300 MB, 2.5 GB with CUDA; some minutes"
 	$(call install,demo)
 	touch $@
 
 $(VENV)/.dev: $(NEEDS)
+	@echo "installing PyTorch and the packages of the tests into $(VENV): 1 GB, 3 GB with CUDA; some minutes"
 	$(call install,dev)
 	touch $@ $(VENV)/.demo
 

@@ -1,4 +1,4 @@
-"""`make demo`: CartPole with its scores and curve, then a small pixel world with its dream; prints where they are."""
+"""`make demo`: a small pixel world with its dream, then CartPole with its scores and curve; prints where they are."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from rl_lab.training import RunResult
 def main() -> int:
     overrides = sys.argv[1:]  # e.g. debug=tiny
     programs = os.path.relpath(os.path.dirname(sys.executable))
-    lines = cartpole(overrides, programs)
-    lines += dream(overrides, programs) if lines else []
-    print("\n" + "\n".join(lines))
+    dreamed = dream(overrides, programs)
+    scored = (
+        cartpole(overrides, programs) if dreamed else []
+    )  # last: commands without a name take the newest run
+    print("\n" + "\n".join([*scored, *dreamed]))
     return 0
 
 
 def cartpole(overrides: list[str], programs: str) -> list[str]:
     """Train the default experiment, evaluate it and draw its curve; returns what to print, [] if it was stopped."""
-    print("1 of 2: Dreamer on CartPole-v1, from its state\n")
+    print("\n2 of 2: Dreamer on CartPole-v1, from its state\n")
     run, minutes = train(None, overrides)
     if run.interrupted:
         return []
@@ -51,7 +53,7 @@ def cartpole(overrides: list[str], programs: str) -> list[str]:
 
 def dream(overrides: list[str], programs: str) -> list[str]:
     """Train a world model on pixels and draw its dream; returns what to print."""
-    print("\n2 of 2: a world model of Bounce, a game of 16×16 pixels\n")
+    print("1 of 2: a world model of Bounce, a game of 16×16 pixels\n")
     run, minutes = train("dreamer_bounce", overrides)
     if run.interrupted:
         return []

@@ -152,6 +152,7 @@ EXTRA = ""
 MISTAKES = 3  # number of mistakes that terminates the episode
 FRAME = 32
 
+
 class CueEnv(gymnasium.Env):
     """Base class: the observation contains a random cue; the reward, at most 1, rates the action."""
 
