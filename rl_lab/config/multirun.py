@@ -42,6 +42,7 @@ from rl_lab.errors import ConfigError, LabError
 from rl_lab.launch.pack import Ended, Job, Mps, Pack, find_gpus, interruptible
 from rl_lab.run_folder import output_root
 from rl_lab.utils.files import read_jsonl
+from rl_lab.utils.progress import clock_time
 
 FAILED = ".failed.txt"  # suffix of the file with the error of a run
 
@@ -53,6 +54,33 @@ class Sweep:
     path: Path
     runs: list[Path] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # number of the run -> error
+
+
+@dataclass
+class Plan:
+    """The runs of a sweep, for its headlines: number of each, time left, and only the words that differ."""
+
+    combinations: list[list[str]] = field(default_factory=list)  # empty: only Hydra can list them
+    begun: float = field(default_factory=time.monotonic)
+
+    def headline(self, number: int, words: Sequence[str]) -> str:
+        """Return "run 2 of 6: experiment.seed=1 · about 4:10 left", for the run with this number from 0."""
+        count = len(self.combinations)
+        common = set.intersection(*map(set, self.combinations)) if count > 1 else set()
+        own = " ".join(word for word in words if word not in common)
+        if not count:
+            return f"run {number}: {own}"
+        return f"run {number}, {number + 1} of {count}: {own}{self.left(number)}"
+
+    def left(self, done: int) -> str:
+        """Return the time that the other runs take if they take as long as those that are done, or ""."""
+        if not 0 < done < len(self.combinations):
+            return ""
+        seconds = (time.monotonic() - self.begun) / done * (len(self.combinations) - done)
+        return f" · about {clock_time(seconds)} left"
+
+
+_plan = Plan()
 
 
 @hydra.main(version_base="1.3", config_path="pkg://rl_lab.configs", config_name="config")
@@ -76,7 +104,7 @@ def _job(config: DictConfig) -> float | None:
         with contextlib.suppress(OSError):  # a closed terminal must not end the sweep
             print(f"#{job.job.num} {message}" if parallel else message, flush=True)
 
-    say(f"run {job.job.num}: {' '.join(job.overrides.task)}")
+    say(_plan.headline(int(job.job.num), list(job.overrides.task)))
     try:
         result = train_config(config, list(job.overrides.task), say=say)
     except LabError as error:
@@ -97,6 +125,8 @@ def multirun(overrides: Sequence[str], config_dirs: Sequence[Path | str] = ()) -
     # An error that all runs share is reported once, before the first run.
     config = compose_config(_first_of_each(items), config_dirs=config_dirs)
     folder, items = _sweep_folder(items, config.output_root)
+    global _plan
+    _plan = Plan(_listed(items))
     try:
         if config.launch.name == "pack":
             _run_packed(items, folder, config.launch)
@@ -129,6 +159,7 @@ def _run_packed(overrides: Sequence[str], folder: Path, launch: DictConfig) -> N
     waiting = [
         _packed_job(number, words, folder, 1.0 / launch.per_gpu) for number, words in enumerate(combinations)
     ]
+    done = 0
     gpus = find_gpus()
     where = ", ".join(gpu.name for gpu in gpus) or "no GPU"
     print(
@@ -147,9 +178,13 @@ def _run_packed(overrides: Sequence[str], folder: Path, launch: DictConfig) -> N
                     job = waiting.pop(0)
                     (folder / f"{job.name}{FAILED}").unlink(missing_ok=True)
                     pack.start(job)
-                    print(f"run {job.name}: {' '.join(combinations[int(job.name)])}", flush=True)
+                    number = int(job.name)
+                    print(_plan.headline(number, combinations[number]).partition(" · about")[0], flush=True)
                 for ended in pack.poll():
                     _packed_end(ended, folder)
+                    done += 1
+                    if left := _plan.left(done):
+                        print(f"{done} of {len(combinations)} runs are done{left}", flush=True)
                 time.sleep(0.2)
             if signals:
                 pack.stop()
@@ -166,6 +201,21 @@ def _combinations(overrides: Sequence[str]) -> list[list[str]]:
     words = [item for item in overrides if not item.lstrip("+").startswith("hydra.sweep")]
     parsed = OverridesParser.create().parse_overrides(words)
     (combinations,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [[str(word) for word in words] for words in combinations]
+
+
+def _listed(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of every run, or [] if another sweeper or launcher chooses them."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    if any(item.lstrip("+").startswith(("hydra/sweeper", "hydra/launcher")) for item in overrides):
+        return []
+    words = [item for item in overrides if not item.lstrip("+").startswith("hydra.sweep")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(words)
+        (combinations,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    except (HydraException, ValueError):
+        return []
     return [[str(word) for word in words] for words in combinations]
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rl_lab.cli import main
-from rl_lab.config.multirun import multirun, read_sweep
+from rl_lab.config.multirun import Plan, multirun, read_sweep
 from rl_lab.errors import LabError
 from rl_lab.tools.report.runs import find_runs, load_runs
 
@@ -128,3 +128,12 @@ def test_ctrl_c_saves_and_stops_the_sweep(tmp_path: Path):
     assert process.returncode == 130 and "hydra.sweep.dir=sweep continues" in errors
     assert list((tmp_path / "sweep" / "0" / "checkpoints").glob("step_*.json"))
     assert not (tmp_path / "sweep" / "1").exists()
+
+
+def test_headlines_number_the_runs_and_name_what_differs(monkeypatch):
+    words = [["a=1", "experiment.seed=0"], ["a=1", "experiment.seed=1"], ["a=1", "experiment.seed=2"]]
+    plan = Plan(words)
+    assert plan.headline(0, words[0]) == "run 0, 1 of 3: experiment.seed=0"
+    monkeypatch.setattr("time.monotonic", lambda: plan.begun + 125.0)
+    assert plan.headline(1, words[1]) == "run 1, 2 of 3: experiment.seed=1 · about 4:10 left"
+    assert plan.left(3) == "" and Plan().headline(4, ["b=2"]) == "run 4: b=2"
