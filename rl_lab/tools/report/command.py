@@ -15,6 +15,7 @@ from rl_lab.tools.report.page import Page, Section, write_page
 from rl_lab.tools.report.runs import RunData, find_runs, load_readable, plot_problem
 from rl_lab.tools.report.sections import (
     config_section,
+    evaluation_section,
     facts,
     headline,
     left_out_section,
@@ -209,6 +210,7 @@ def build_page(runs: Sequence[RunData], folder: Path, keys: Sequence[str] | None
         note = "Thick lines: mean over seeds; bands: its 95 % bootstrap interval; thin lines: single seeds."
     page.sections.append(Section("Learning curve", note=note, plots=[curve]))
     page.sections.append(Section("Runs", tables=[headline(runs, summaries)]))
+    page.sections += evaluation_section(runs)
     page.sections += score_section(runs, folder)
     page.sections += published_section(runs)
     if shown := media(runs):

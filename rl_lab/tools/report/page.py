@@ -210,7 +210,7 @@ class _Media:
             return f"<figure><p class='soft'>{why}</p>{words}</figure>"
         self._room -= size
         if is_video:
-            return f'<figure><video src="{source}" controls loop muted playsinline></video>{words}</figure>'
+            return f'<figure><video src="{source}" controls autoplay loop muted playsinline></video>{words}</figure>'
         return f'<figure><img{crisp} alt="" src="{source}">{words}</figure>'
 
 

@@ -26,7 +26,8 @@ from rl_lab.tools.report.scores import (
     scale_name,
     task_table,
 )
-from rl_lab.tools.terminal import NONE, count, duration, number
+from rl_lab.tools.terminal import NONE, bounds, count, duration, number
+from rl_lab.utils.files import read_json
 
 MEDIA_SHOWN = 12  # files in the gallery, over all runs
 # Figures of small multiples: key prefix -> heading. Other prefixes follow with their own name.
@@ -173,6 +174,36 @@ def published_section(runs: Sequence[RunData]) -> list[Section]:
     return [Section("Published", note=note, tables=tables, texts=sources)]
 
 
+def evaluation_section(runs: Sequence[RunData]) -> list[Section]:
+    """The results of `rl-lab eval` on these runs, newest weights first."""
+    rows = []
+    for run in runs:
+        files = sorted(run.folder.report.glob("eval_[0-9]*_seed*.json"), reverse=True)
+        for file in files[:MOST_EVALUATIONS]:
+            try:
+                result = read_json(file)
+                span = result["return_intervals"]["mean"]
+                rows.append(
+                    (
+                        run.label,
+                        f"{result['step']:,}",
+                        str(result["episodes"]),
+                        number(result["return_mean"]),
+                        number(result["return_std"]),
+                        bounds(*span) if span else NONE,
+                        "sampled" if result["sample"] else "deterministic",
+                        str(result["seed"]),
+                    )
+                )
+            except (OSError, LabError, KeyError, TypeError, ValueError):
+                continue  # not written by this version
+    header = ("run", "weights of step", "episodes", "return", "std", "95 % of the mean", "actions", "seed")
+    note = "New episodes of saved weights, by rl-lab eval."
+    return (
+        [Section("Evaluations", note=note, tables=[Table(header, rows, right=range(1, 6))])] if rows else []
+    )
+
+
 def metric_sections(runs: Sequence[RunData], patterns: Sequence[str] | None, folder: Path) -> list[Section]:
     """Plot small multiples of all metrics, or of those matching the patterns; one section per key prefix."""
     known = list(dict.fromkeys(key for run in runs for key in run.metrics.names()))
@@ -194,11 +225,30 @@ def metric_sections(runs: Sequence[RunData], patterns: Sequence[str] | None, fol
     sections = []
     for name, members in families.items():
         path = folder / f"metrics_{re.sub(r'[^A-Za-z0-9_-]+', '_', name)}.png"
-        shown = draw_small_multiples(runs, members, path, full_names=name == "other")
-        left_out = len(members) - len(shown)
-        note = f"{left_out} more metrics than the {MOST_PANELS} shown: choose with --keys" if left_out else ""
-        sections.append(Section(HEADINGS.get(name, name), note=note, plots=[path]))
+        flat = {} if patterns is not None else constants(runs, members)
+        if len(flat) == len(members):
+            flat = {}
+        shown = draw_small_multiples(
+            runs, [key for key in members if key not in flat], path, full_names=name == "other"
+        )
+        left_out = len(members) - len(flat) - len(shown)
+        notes = (
+            [f"{left_out} more metrics than the {MOST_PANELS} shown: choose with --keys"] if left_out else []
+        )
+        if flat:
+            notes.append("Constant: " + ", ".join(f"{key} {number(value)}" for key, value in flat.items()))
+        sections.append(Section(HEADINGS.get(name, name), note=". ".join(notes), plots=[path]))
     return sections
+
+
+def constants(runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, float]:
+    """Return the metrics that have one and the same value in all log lines of all runs: a flat panel says little."""
+    found = {}
+    for key in keys:
+        values = {float(value) for run in runs for value in run.metrics.curve(key).y}
+        if len(values) == 1 and sum(len(run.metrics.curve(key)) for run in runs) > 1:
+            found[key] = values.pop()
+    return found
 
 
 def _in_order(prefixes: Iterable[str]) -> list[str]:
@@ -226,6 +276,18 @@ def config_section(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Sec
     return Section("Config", tables=tables, texts=texts)
 
 
+MOST_EVALUATIONS = 12  # of one run
+# Part of a file's name -> what it shows.
+MEANINGS = {
+    "open_loop": "truth | model | difference; framed green while the model observes, red while it dreams",
+    "imagination": "rollouts that the policy is trained on, dreamed from replayed states, side by side",
+    "reconstruction": "truth | model",
+    "eval_best": "the best of the evaluated episodes",
+    "eval_median": "the median of the evaluated episodes",
+    "eval_worst": "the worst of the evaluated episodes",
+}
+
+
 def media(runs: Sequence[RunData]) -> list[tuple[Path, str]]:
     """Return the newest videos and images of every run, with captions."""
     each = max(2, MEDIA_SHOWN // len(runs))
@@ -243,7 +305,8 @@ def _caption(file: Path) -> str:
     if not name or not step.isdigit():
         name, step = file.stem, ""
     words = name.replace("_", " ") + (f", step {int(step):,}" if step else "")
-    return f"{words} ({file.parent.as_posix()})"
+    meaning = next((f": {text}" for part, text in MEANINGS.items() if part in name), "")
+    return f"{words} ({file.parent.as_posix()}){meaning}"
 
 
 def _value(value: Any) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from rl_lab.tools.report.page import LARGEST_EMBEDDED
 from rl_lab.tools.report.runs import config_differences, find_runs, load_runs, summarize
 from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION, write_manifest
 from tests.tools.broken_runs import BREAKAGES, break_run, write_huge_png, write_short_metrics
+from tests.tools.conftest import write_gif
 
 MakeRun = Callable[..., Path]
 
@@ -118,6 +120,32 @@ def test_run_without_metrics(make_run: MakeRun) -> None:
     assert "No episode has ended yet" in paths[0].read_text()
     (run / "metrics.jsonl").unlink()
     assert report.write_report([run])[1].stat().st_size > 1000
+
+
+def test_evaluations_constants_and_captions(make_run: MakeRun) -> None:
+    run = make_run(lines=20)
+    lines = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")
+    ]
+    still = [json.dumps({**line, "train/nonfinite": 0.0, "train/extra": 1.5}) for line in lines]
+    (run / "metrics.jsonl").write_text("\n".join(still) + "\n")
+    result = {
+        "step": 9006,
+        "episodes": 20,
+        "seed": 1,
+        "sample": True,
+        "return_mean": 363.9,
+        "return_std": 57.5,
+    }
+    result["return_intervals"] = {"mean": [338.0, 389.0]}
+    (run / "report").mkdir(exist_ok=True)
+    (run / "report" / "eval_000009006_seed1.json").write_text(json.dumps(result))
+    (run / "report" / "eval_000009007_seed1.json").write_text("{}")  # damaged: left out
+    write_gif(run / "media" / "reconstructions" / "report_open_loop_image_000000100.gif")
+    page = report.write_report([run])[0].read_text()
+    assert "Evaluations" in page and "9,006" in page and "338.0 to 389.0" in page and "9,007" not in page
+    assert "Constant: train/extra 1.5, train/nonfinite 0" in page
+    assert "framed green while the model observes, red while it dreams" in page
 
 
 def test_keys_choose_metrics(make_run: MakeRun) -> None:
