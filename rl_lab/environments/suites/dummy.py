@@ -90,8 +90,8 @@ class Catch(gymnasium.Env):
 class Bounce(gymnasium.Env):
     """Image (side, side, 3). Actions: left, stay, right. Reward +1 for a returned ball, -1 for a missed one.
 
-    A ball flies diagonally and bounces off the walls, also off the floor if the paddle (three cells wide) misses it, so
-    everything after the first frames is determined by the actions: a world model can predict a whole episode.
+    A ball flies diagonally and bounces off the walls, also above the paddle if that misses it, so everything after the
+    first frames is determined by the actions: a world model can predict a whole episode.
 
     cells:  side length of the grid; the ball moves one cell per step in both directions
     length: steps, after which the episode is truncated
@@ -100,7 +100,7 @@ class Bounce(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(
-        self, cells: int = 8, side: int = 16, length: int = 40, render_mode: str | None = None
+        self, cells: int = 5, side: int = 16, length: int = 40, render_mode: str | None = None
     ) -> None:
         self.cells, self.side, self.length = cells, side, length
         self.render_mode = render_mode
@@ -110,8 +110,9 @@ class Bounce(gymnasium.Env):
 
     @property
     def best_return(self) -> float:
-        """Return of an agent that misses no ball, from the usual start; a ball takes 2 · (cells - 2) steps."""
-        return float(self.length // (2 * (self.cells - 2)))
+        """Return of an agent that misses no ball: one comes after cells - 2 steps, then every 2 · (cells - 2)."""
+        fall = self.cells - 2
+        return float((self.length + fall) // (2 * fall))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -124,14 +125,14 @@ class Bounce(gymnasium.Env):
         return self.render(), {}
 
     def step(self, action: Any) -> StepResult:
-        self.paddle = int(np.clip(self.paddle + int(action) - 1, 1, self.cells - 2))
+        self.paddle = int(np.clip(self.paddle + int(action) - 1, 0, self.cells - 1))
         self.elapsed += 1
         if not 0 <= self.column + self.right < self.cells:
             self.right = -self.right
         self.row, self.column = self.row + self.down, self.column + self.right
         reward, info = 0.0, {"log/hits": 0.0}
         if self.row == self.cells - 2:  # the row above the paddle
-            hit = abs(self.column - self.paddle) <= 1
+            hit = self.column == self.paddle
             reward, info["log/hits"] = (1.0, 1.0) if hit else (-1.0, 0.0)
             self.down = -1
         elif self.row == 0:
@@ -142,7 +143,7 @@ class Bounce(gymnasium.Env):
         """Return the observation."""
         grid = np.empty((self.cells, self.cells, 3), np.uint8)
         grid[:] = BACKGROUND
-        grid[-1, self.paddle - 1 : self.paddle + 2] = PADDLE
+        grid[-1, self.paddle] = PADDLE
         grid[self.row, self.column] = BALL
         index = np.arange(self.side) * self.cells // self.side
         return grid[index][:, index]
