@@ -223,8 +223,8 @@ def test_dream_report_end_to_end(runs: list[Path], tmp_path: Path, capsys):
     assert "so the models cannot be compared" in printed and "no model that can be stepped" in printed
     content = json.loads((tmp_path / "dream" / "dream.json").read_text())
     assert [model["label"] for model in content["models"]] == [
-        "dreamer_cartpole, seed 1",
-        "dreamer_cartpole, seed 2",
+        "dreamer_cartpole_dict, seed 1",
+        "dreamer_cartpole_dict, seed 2",
     ]
     metrics = content["models"][0]["metrics"]
     assert set(metrics) == {
