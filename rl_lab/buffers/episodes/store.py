@@ -10,7 +10,10 @@ is sealed: it is flushed to disk with fsync, and its checksum is added to the in
 
 from __future__ import annotations
 
+import errno
 import os
+import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -45,6 +48,11 @@ from rl_lab.buffers.ring import differences
 from rl_lab.buffers.row_layout import LAYOUT, Bytes, RowLayout, read_layout, write_layout
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.utils.files import RunLock, crc32_of, free_bytes, sync_folder, write_atomic
+from rl_lab.utils.stopping import STOP
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+ROOM_TIMEOUT_S = 60.0  # to wait for space on a full disk
+ROOM_POLL_S = 0.5
 
 SPARE_RECORDS = 4096  # outdated records that the index may have before it is rewritten
 
@@ -263,15 +271,29 @@ class EpisodeStore:
         self._index_records += len(packed)
 
     def _write(self, file: FileIO, data: bytes, size: int) -> None:
-        """Append all data; on an error, truncate the file to its previous `size` bytes."""
-        rest = memoryview(data)
-        try:
-            file.seek(size)
-            while rest:
-                rest = rest[file.write(rest) or 0 :]
-        except OSError as error:
-            file.truncate(size)
-            raise self._write_error(error) from error
+        """Append all data; on an error, truncate the file to its previous `size` bytes.
+
+        On a full disk it is tried again for a while: other programs may free space.
+        """
+        waited = 0.0
+        while True:
+            rest = memoryview(data)
+            try:
+                file.seek(size)
+                while rest:
+                    rest = rest[file.write(rest) or 0 :]
+                return
+            except OSError as error:
+                file.truncate(size)
+                if error.errno not in FULL or waited >= ROOM_TIMEOUT_S or STOP.since is not None:
+                    raise self._write_error(error) from error
+                if not waited:
+                    warnings.warn(
+                        f"{self.folder}: the disk is full; waiting up to {ROOM_TIMEOUT_S:g} s for space",
+                        stacklevel=2,
+                    )
+                waited += ROOM_POLL_S
+                time.sleep(ROOM_POLL_S)
 
     def _write_error(self, error: OSError) -> LabError:
         return LabError(

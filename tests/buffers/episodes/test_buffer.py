@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.buffers.episodes import recovery as compression
+from rl_lab.buffers.episodes import store as episode_store
 from rl_lab.buffers.episodes.buffer import EpisodeBuffer
 from rl_lab.buffers.episodes.reader import size_of
 from rl_lab.buffers.mix import BufferMix
@@ -369,11 +370,41 @@ def test_full_disk_keeps_written_episodes(tmp_path: Path, monkeypatch: pytest.Mo
 
     size = real.seek(0, 2)
     monkeypatch.setattr(buffer._store, "_chunk", Full())
+    monkeypatch.setattr(episode_store, "ROOM_TIMEOUT_S", 0.0)
     with pytest.raises(LabError, match=r"No space left on device.*max_bytes"):
         add_episodes(buffer, [12])
     assert real.seek(0, 2) == size
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert len(everything(episode_buffer(tmp_path / "b", num_streams=1))) == 2
+
+
+def test_disk_that_is_full_for_a_while_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = episode_buffer(tmp_path / "a", num_streams=1)
+    add_episodes(buffer, [9])
+    real, calls = buffer._store._chunk, []
+
+    class FullForAWhile:
+        """Takes half of the data and raises, three times."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def write(self, data: bytes) -> int:
+            calls.append(len(data))
+            if len(calls) <= 6 and len(calls) % 2 == 0:
+                raise OSError(28, "No space left on device")
+            return real.write(data[: len(data) // 2] if len(calls) <= 6 else data)
+
+    monkeypatch.setattr(buffer._store, "_chunk", FullForAWhile())
+    monkeypatch.setattr(episode_store, "ROOM_POLL_S", 0.01)
+    with pytest.warns(UserWarning, match="the disk is full; waiting up to 60 s"):
+        add_episodes(buffer, [5])
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    undisturbed = episode_buffer(tmp_path / "c", num_streams=1)
+    add_episodes(undisturbed, [9])
+    add_episodes(undisturbed, [5])
+    assert len(calls) == 7
+    assert len(everything(episode_buffer(tmp_path / "b", num_streams=1))) == len(everything(undisturbed)) == 2
 
 
 def test_benchmark_rows(tmp_path: Path) -> None:
