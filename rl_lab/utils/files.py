@@ -224,6 +224,10 @@ class RunLock:
             os.close(self._folder_handle)
             self._folder_handle = None
 
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # at the end of the interpreter
+            self.release()
+
     def check(self) -> None:
         """Raise RunFolderLostError if the folder at this path is not the locked one any more.
 
