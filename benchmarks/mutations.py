@@ -17,6 +17,7 @@ import json
 import os
 import pickle
 import random
+import re
 import select
 import shutil
 import signal
@@ -325,7 +326,7 @@ def judge(code: int, output: str) -> list[str]:
         errors = [line for line in lines if line.startswith("error: ")]
         if len(errors) != 1:
             problems.append(f"{len(errors)} sentences")
-        elif "unexpected " in errors[0]:
+        elif re.search(r"\bunexpected \w+(Error|Exception)\b", errors[0]):
             problems.append("unexpected")
     if "\x1b" in output:
         problems.append("escape sequence")

@@ -85,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if debug:
             raise
-        print(printable(f"error: {_out_of_memory(error) or unexpected(error)}"), file=sys.stderr)
+        print(
+            printable(f"error: {_out_of_memory(error) or _file_error(error) or unexpected(error)}"),
+            file=sys.stderr,
+        )
         return 1
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -190,6 +193,13 @@ def _is_closed(stream: TextIO | None) -> bool:
     except (AttributeError, OSError, ValueError):  # no poll on this system, or no file descriptor
         return False
     return bool(poll.poll(0))
+
+
+def _file_error(error: Exception) -> str:
+    """Return a message for an error of the file system about a file, or "" for any other error."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return ""
+    return f"{error.filename} cannot be used: {error.strerror or type(error).__name__}"
 
 
 def _out_of_memory(error: Exception) -> str:
