@@ -79,6 +79,7 @@ def one_update(*words: str, hook: str = "update") -> tuple[dict[str, float], dic
     gradients = {
         name: torch.cat([p.grad.float().flatten() for p in parameters if p.grad is not None])
         for name, parameters in run.workflow.parts.items()
+        if any(p.grad is not None for p in parameters)
     }
     run.close()
     return metrics, gradients

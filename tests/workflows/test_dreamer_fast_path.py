@@ -50,6 +50,21 @@ def test_fast_update_equals_plain_2023():
     assert_fast_is_plain(vector_spec(CONTINUOUS), "update", **EARLY)
 
 
+CELL_2023 = {
+    "algorithm__layer": "layer+silu",
+    "algorithm__init": "fan_avg",
+    "algorithm__bias": False,
+    "components__rssm__cell": "layer_norm_gru",
+    "components__rssm__initial": "learned",
+    "components__encoder__images": "strided",
+    "components__decoder__images": "strided",
+}
+
+
+def test_fast_update_equals_plain_with_parts_that_stay_plain():
+    assert_fast_is_plain(image_spec(), "update", **CELL_2023)
+
+
 def assert_fast_is_plain(spec: Spec, hook: str, **changes) -> None:
     results = {}
     for choice in ("off", "on"):

@@ -78,8 +78,7 @@ def test_2023_hyperparameters():
     }
     rssm = config.components.rssm
     assert (rssm.deter, rssm.hidden, rssm.stoch, rssm.classes) == (512, 512, 32, 32)
-    assert (rssm.blocks, rssm.prior_layers, rssm.unimix, rssm.units) == (1, 1, 0.01, 1024)
-    assert rssm.action_layers == 0  # img_in has no norm of the action alone
+    assert (rssm.cell, rssm.initial, rssm.prior_layers, rssm.unimix) == ("layer_norm_gru", "learned", 1, 0.01)
     assert {config.components.reward_head.space, config.controllers.critic.space} == {"symlog"}
     rates = {name: (node.lr, node.eps) for name, node in config.optimizers.items()}
     assert rates == {
