@@ -47,7 +47,8 @@ class Policy(Protocol):
     """Chooses actions. Called by the Collector, the Evaluator, play and `load_agent`.
 
     Optional: `before_act(mode)` writes values that change between calls to the device; `act_captures = False` if `act`
-    cannot be captured as a CUDA graph.
+    cannot be captured as a CUDA graph; `act_variant(policy_state, is_first) -> int` if a call does one of several
+    computations: each is captured by itself, and `act` reads which one from `mode.variant`.
     """
 
     def act(

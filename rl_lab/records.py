@@ -415,6 +415,8 @@ class ActMode:
     epsilon: float = 0.0  # probability of a uniformly random action
     generator: torch.Generator | None = None
     policy: str = "agent"  # or another of the workflow's `collect_policies`
+    # The result of `Policy.act_variant`, which chose a CUDA graph; None: not asked.
+    variant: int | None = None
 
 
 @dataclass

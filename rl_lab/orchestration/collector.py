@@ -255,7 +255,10 @@ class ActRunner:
         before_act = getattr(self.policy, "before_act", None)
         if before_act is not None:
             before_act(mode)
-        key = (mode.sample, mode.temperature, mode.epsilon, mode.policy)
+        act_variant = getattr(self.policy, "act_variant", None)
+        if act_variant is not None:  # it may read from the device
+            mode = replace(mode, variant=act_variant(self._state, self._is_first))
+        key = (mode.sample, mode.temperature, mode.epsilon, mode.policy, mode.variant)
         if key in self._graphs:
             graph, result = self._graphs[key]
             graph.replay()

@@ -51,6 +51,22 @@ CASES = {
         "steps",
         ["plan.samples"],
     ),
+    "diffusion_policy": (
+        "diffusion_policy_lunarlander",
+        "horizn",
+        "horizon",
+        "size.width",
+        "widths",
+        ["train_ratio", "size.units"],
+    ),
+    "behaviour_cloning": (
+        "behaviour_cloning_lunarlander",
+        "horizn",
+        "horizon",
+        "size.unit",
+        "units",
+        ["sampler", "size.widths"],
+    ),
     "tdmpc2": (
         "tdmpc2_pendulum",
         "horizn",

@@ -54,7 +54,8 @@ def test_every_group_has_a_place():
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_choice_replaces_the_whole_part(group: str, name: str):
     experiment, place = PLACES[group]
-    own_place = {"buffer": "buffers.offline" if name.startswith("offline") else place}.get(group, place)
+    stored = name.startswith(("offline", "zarr"))
+    own_place = {"buffer": "buffers.offline" if stored else place}.get(group, place)
     word = f"{group}={name}" if group in ("buffer", "optimizers", "workflow") else f"{group}@{place}={name}"
     config = compose_config([f"experiment={experiment}", ("+" if own_place != place else "") + word])
     expected = OmegaConf.load(CONFIG_FOLDER / group / f"{name}.yaml")
@@ -196,6 +197,8 @@ ONE_BY_ONE = {
         "/phases: og_wm",
     ],
     "dreamer_mpc": ["/workflow: dreamer_mpc"],
+    "diffusion_policy": ["/workflow: diffusion_policy"],
+    "behaviour_cloning": ["/workflow: behaviour_cloning"],
     "dreamer_v1": ["/buffer: world_model_sequence"],
     "dreamer_v2": ["/buffer: world_model_sequence"],
     "dreamer_2023": ["/buffer: world_model_sequence"],
@@ -270,6 +273,8 @@ SIZED = {
     "delta_iris": "delta_iris_catch",
     "og_wm": "og_wm_catch",
     "dreamer_mpc": "dreamer_mpc_cartpole",
+    "diffusion_policy": "diffusion_policy_lunarlander",
+    "behaviour_cloning": "behaviour_cloning_lunarlander",
     "dreamer_v1": "dreamer_v1_dmc_vision",
     "dreamer_v2": "dreamer_v2_atari",
     "dreamer_2023": "dreamer_crafter_2023",

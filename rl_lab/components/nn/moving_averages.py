@@ -48,6 +48,33 @@ class SlowCopy(nn.Module):
         self.calls.add_(1)
 
 
+class Averaged(nn.Module):
+    """A network `online`, and `slow`, a moving average of its weights that is saved with it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.online = network
+        self.slow = SlowCopy(network)
+
+    def forward(self, *inputs: torch.Tensor | None, slow: bool = False) -> torch.Tensor:
+        return (self.slow.network if slow else self.online)(*inputs)
+
+    def train(self, mode: bool = True) -> Averaged:
+        """The average never trains: its dropout stays off."""
+        super().train(mode)
+        self.slow.eval()
+        return self
+
+    @torch.no_grad()
+    def update_slow(self, rate: torch.Tensor) -> None:
+        """Weight += rate · (online weight − weight). rate: 0-d, on the device of the weights"""
+        named = dict(self.slow.network.named_buffers())
+        slow, online = zip(*((named[name], p.detach()) for name, p in self.online.named_parameters()))
+        change = torch._foreach_sub(online, slow)
+        torch._foreach_mul_(change, rate)
+        torch._foreach_add_(slow, change)
+
+
 class ReturnNormalizer(nn.Module):
     """Return normalization of DreamerV3: moving averages of two percentiles of the returns (5th and 95th).
 
