@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rl_lab.records import Spec
+
 SMALLEST_RANGE = 1e-4  # real-stanford/diffusion_policy @ 5ba07ac, model/common/normalizer.py: range_eps
 
 
@@ -46,3 +48,10 @@ class LimitsNormalizer(nn.Module):
     def _frame(self) -> tuple[torch.Tensor, torch.Tensor]:
         half = (self.high - self.low) / 2
         return (self.high + self.low) / 2, torch.where(half * 2 < SMALLEST_RANGE, 1.0, half)
+
+
+class ActionNormalizer(LimitsNormalizer):
+    """Of the environment's continuous actions."""
+
+    def __init__(self, *, spec: Spec) -> None:
+        super().__init__(spec.action.size)
