@@ -88,8 +88,8 @@ def test_commands_exist_and_compose(page: Path, tmp_path: Path):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(block)
     for program, *words in commands(page):
-        if program in ("python", "bash") or program.startswith(("./", "scripts/")):
-            script = words.pop(0) if program in ("python", "bash") else program
+        if program in ("python", "python3", "bash") or program.startswith(("./", "scripts/")):
+            script = words.pop(0) if program in ("python", "python3", "bash") else program
             if script == "-m":
                 assert words[0] in ("rl_lab", "pytest", "venv"), words
             else:
