@@ -14,8 +14,8 @@ import torch
 from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 
-# Where and when a run took place is not part of what it computed.
-IGNORED = {"time"}
+# Where and when a run took place is not part of what it computed; a stop logs one more line, which changes `interval`.
+IGNORED = {"time", "interval"}
 
 
 @contextmanager
