@@ -49,7 +49,7 @@ from rl_lab.utils.stopping import GRACE_S, STOP
 if TYPE_CHECKING:
     from rl_lab.orchestration.diagnostics import Trace
 
-# A mistake in the config that shows before this much work is not worth a checkpoint: the run starts anew.
+# A mistake in the config that shows before this much work is not worth a checkpoint: a new run is quicker.
 MISTAKE_S = 60.0
 
 
