@@ -95,7 +95,7 @@ def test_discrete_actions_and_repr(tmp_path: Path):
     agent.reset()
     actions = agent.act(np.stack([obs] * 4))
     assert actions.shape == (4,) and actions.dtype.kind == "i"
-    assert repr(agent) == f"Agent(DreamerWorkflow, CartPole-v1, step 20, {agent.device})"
+    assert repr(agent) == f"Agent(DreamerWorkflow, CartPole-v1, weights of step 20, {agent.device})"
 
 
 def test_images_at_the_environments_own_size(camera: Path):

@@ -124,8 +124,8 @@ def compare(demos: Any, recorded: Any, out: Path) -> None:
 
 if __name__ == "__main__":
     verb, data, other, *rest = sys.argv[1:]
-    loaded = np.load(data)
+    loaded = np.load(data, allow_pickle=False)
     if verb == "record":
         record(loaded, Path(other))
     else:
-        compare(loaded, np.load(other), Path(rest[0]))
+        compare(loaded, np.load(other, allow_pickle=False), Path(rest[0]))

@@ -148,7 +148,7 @@ def test_experiments_are_composed_from_few_files():
     with choices(), initialize_config_module("rl_lab.configs", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         for name in known_choices("experiment"):
-            found = loader.compute_defaults_list("config", [f"experiment={name}"], RunMode.RUN)
+            found = loader._settle("config", [f"experiment={name}"], RunMode.RUN)
             files = {str(default.config_path) for default in found.defaults}
             beside = ("hydra", "_dummy", "launch/")  # launch: how sweeps are run
             counts[name] = len([file for file in files if not file.startswith(beside)])

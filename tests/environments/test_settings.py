@@ -23,7 +23,15 @@ BESIDES = {
     **{f"dummy_{kind}": ["environment.task=dummy/count", "+environment.length=20"] for kind in DUMMIES},
 }
 SETTINGS = {"num_envs": 2, "workers": 1, "action_repeat": 2, "time_limit": 3}
-WITHOUT_PICTURES = ("cartpole", "pendulum", "dmc", "popgym", *(f"dummy_{kind}" for kind in DUMMIES))
+WITHOUT_PICTURES = (
+    "cartpole",
+    "pendulum",
+    "lunarlander",
+    "pusht",
+    "dmc",
+    "popgym",
+    *(f"dummy_{kind}" for kind in DUMMIES),
+)
 
 
 @pytest.mark.parametrize(

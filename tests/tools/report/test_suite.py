@@ -75,7 +75,7 @@ def test_published_seeds_are_the_authors():
     assert "nicklashansen/tdmpc2 at e9f5932" in curves["TD-MPC2"].source
     (cheetah,) = [c for c in published_curves(Task("dmc", "cheetah_run", "proprio")) if c.agent == "TD-MPC2"]
     assert cheetah.points[100_000] == CHEETAH
-    (pong,) = published_curves(Task("atari100k", "pong"))
+    (pong,) = [c for c in published_curves(Task("atari100k", "pong")) if c.agent == "DreamerV3"]
     assert pong.points[400_000] == [-4.67, -9.25, -1.33, -2.5, -3.33]
     assert published_curves(Task("dmc", "walker_walk", "both")) == []
 
