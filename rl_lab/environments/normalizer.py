@@ -72,6 +72,15 @@ class ObservationNormalizer:
             result[name] = scaled.astype(np.float32)
         return result
 
+    def inverse(self, obs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the observations (…) whose normalized values these are; clipped values stay at the bound."""
+        result = dict(obs)
+        for name, mean in self.mean.items():
+            if name in result:
+                scaled = np.asarray(result[name], np.float64) * np.sqrt(self.variance(name) + EPSILON) + mean
+                result[name] = scaled.astype(np.float32)
+        return result
+
     def get_state(self) -> dict[str, Any]:
         import torch
 

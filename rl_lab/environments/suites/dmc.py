@@ -106,6 +106,7 @@ class ControlEnv(gymnasium.Env):
         if time_limit is not None:
             arguments["time_limit"] = float("inf")
         self._env = suite.load(domain, task, task_kwargs=arguments)
+        self.domain = domain
         self.time_limit = time_limit
         self.action_repeat = action_repeat
         self.observe = observe
@@ -153,6 +154,11 @@ class ControlEnv(gymnasium.Env):
         terminated = result.last() and result.discount == 0.0
         truncated = result.last() or (self.time_limit is not None and self._elapsed >= self.time_limit)
         return self._observe(result), reward, terminated, truncated and not terminated, {}
+
+    @property
+    def physics(self) -> Any:
+        """dm_control's physics, whose state `state_rendering` sets."""
+        return self._env.physics
 
     def render(self) -> np.ndarray:
         """Return (256, 256, 3) uint8, from the same camera as the observation."""

@@ -63,52 +63,92 @@ class Source(Protocol):
 
 # --- Drawing ---
 
+UNKNOWN = "–"
 HEIGHT = 320  # of a panel in a video; smaller images are enlarged by integer factors up to it
 FIELD = 80, 36  # smallest width and height of a field of the header, in pixels
 BARS = 24  # longest vector drawn as bars; longer ones are drawn as a grid of cells
-GROUND, INK, DIM = (13, 17, 23), (230, 237, 243), (125, 133, 144)
+GROUND, INK, DIM, TICK = (13, 17, 23), (230, 237, 243), (125, 133, 144), (38, 46, 58)
+PLAIN = str.maketrans({"–": "-", "·": "|", "×": "x", "←": "<", "→": ">", "↑": "^", "↓": "v"})  # Pillow's font has none
 PLUS, MINUS = (88, 166, 255), (247, 129, 102)
 
 
-def observation_image(obs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return (H, W, 3) uint8: the images of an observation side by side, or its vectors as bars."""
+def observation_image(obs: Mapping[str, np.ndarray], names: Sequence[str] = ()) -> np.ndarray:
+    """Return (H, W, 3) uint8: the images of an observation side by side, or its vectors as bars with `names`."""
     images = [to_image(value) for value in obs.values() if value.dtype == np.uint8 and value.ndim == 3]
     if images:
         height = max(image.shape[0] for image in images)
         return np.concatenate([_padded(image, height) for image in images], axis=1)
     if not obs:
         return notice("no image")
-    return vector_image(np.concatenate([np.ravel(value).astype(np.float32) for value in obs.values()]))
+    return vector_image(vector(obs), names)
 
 
-def vector_image(values: np.ndarray, size: int = 256) -> np.ndarray:
-    """Return (size, size, 3): a vector as bars, positive blue and negative red, on a logarithmic scale."""
-    frame = np.empty((size, size, 3), np.uint8)
-    frame[:] = GROUND
-    # Symmetric logarithm: 0 in the centre, 10 near the border, the same scale for every vector and frame.
-    scaled = np.clip(np.sign(values) * np.log1p(np.abs(values)) / np.log(12.0), -1.0, 1.0)
+def has_image(obs: Mapping[str, np.ndarray]) -> bool:
+    return any(value.dtype == np.uint8 and value.ndim == 3 for value in obs.values())
+
+
+def vector(obs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return all values of an observation as one vector."""
+    return np.concatenate([np.ravel(value).astype(np.float32) for value in obs.values()])
+
+
+def vector_image(values: np.ndarray, names: Sequence[str] = (), width: int = 360) -> np.ndarray:
+    """Return (H, width, 3): a vector as bars with names, numbers and a scale; a long one as a grid of cells.
+
+    The scale is a symmetric logarithm, the same for every vector and frame: 0 in the centre, 10 near the border.
+    """
+    scaled = np.nan_to_num(_on_scale(values), nan=0.0)
     if len(values) > BARS:
-        side = int(np.ceil(np.sqrt(len(values))))
-        cells = np.zeros(side * side, np.float32)
-        cells[: len(values)] = scaled
-        share = np.abs(cells).reshape(side, side, 1)
-        color = np.where(cells.reshape(side, side, 1) >= 0, PLUS, MINUS)
-        dots = (np.asarray(GROUND) * (1 - share) + color * share).astype(np.uint8)
-        factor = max(1, size // side)
-        return dots.repeat(factor, 0).repeat(factor, 1)
-    middle, height = size // 2, size / len(values)
-    for index, value in enumerate(scaled):
-        top, bottom = int(index * height + 0.15 * height), max(1, int((index + 1) * height - 0.15 * height))
-        left, right = sorted((middle, middle + int(value * (middle - 4))))
-        frame[top:bottom, left : right + 1] = PLUS if value >= 0 else MINUS
-    frame[:, middle] = DIM
-    return frame
+        return _cells(scaled, len(values))
+    line, top = 26 if len(values) <= 10 else 17, 20
+    image, draw = _canvas(width, top + line * len(values) + 8)
+    font, small = _font(12), _font(10)
+    labels = list(names) if len(names) == len(values) else [str(index) for index in range(len(values))]
+    left = 10 + min(int(max(font.getlength(label) for label in labels)), width // 3)
+    right = width - 62
+    middle, half = (left + 8 + right) // 2, (right - left - 8) // 2
+    for tick in (-10, -1, 0, 1, 10):
+        x = middle + int(_on_scale(np.float32(tick)) * half)
+        draw.line((x, top - 4, x, image.height - 6), fill=DIM if tick == 0 else TICK)
+        draw.text((x, 8), str(tick), fill=DIM, font=small, anchor="mm")
+    for index, (label, value, share) in enumerate(zip(labels, values, scaled)):
+        y = top + line * index + line // 2
+        end = middle + int(share * half)
+        space = left - 8
+        draw.text((8, y), _shortened(label, font, space), fill=INK, font=font, anchor="lm")
+        low, high = sorted((middle, end))
+        draw.rectangle((low, y - line // 4, high, y + line // 4), fill=PLUS if value >= 0 else MINUS)
+        draw.text((width - 8, y), number(float(value)), fill=INK, font=font, anchor="rm")
+    return np.asarray(image)
+
+
+def _on_scale(values: Any) -> Any:
+    """Return values in [-1, 1]: 0 stays 0, ±10 is near ±1."""
+    return np.clip(np.sign(values) * np.log1p(np.abs(values)) / np.log(12.0), -1.0, 1.0)
+
+
+def _cells(scaled: np.ndarray, count: int, size: int = 256) -> np.ndarray:
+    """Return a grid of cells, positive blue and negative red, with their number below."""
+    side = int(np.ceil(np.sqrt(count)))
+    cells = np.zeros(side * side, np.float32)
+    cells[:count] = scaled
+    share = np.abs(cells).reshape(side, side, 1)
+    color = np.where(cells.reshape(side, side, 1) >= 0, PLUS, MINUS)
+    dots = (np.asarray(GROUND) * (1 - share) + color * share).astype(np.uint8)
+    factor = max(1, size // side)
+    grid = dots.repeat(factor, 0).repeat(factor, 1)
+    image, draw = _canvas(grid.shape[1], grid.shape[0] + 20)
+    image.paste(_image(grid), (0, 0))
+    draw.text((4, grid.shape[0] + 10), f"{count} values, row by row", fill=DIM, font=_font(11), anchor="lm")
+    return np.asarray(image)
 
 
 def number(value: float) -> str:
-    """Format a number with stable width: three decimals, fewer for large values."""
+    """Format a number with stable width: three decimals, fewer for large values; nan is unknown."""
     if isinstance(value, int):
         return str(value)
+    if np.isnan(value):
+        return UNKNOWN
     if not np.isfinite(value) or abs(value) >= 1e6:
         return f"{value:.3g}"
     text = f"{value:.{3 if abs(value) < 100 else 1}f}"
@@ -142,7 +182,7 @@ def compose(panels: Sequence[Panel], header: Sequence[tuple[str, str]] = ()) -> 
     canvas, draw = _canvas(width + width % 2, height + bottom + (height + bottom) % 2)
     left = gap
     for text, image in shown:
-        draw.text((left, title // 2), text, fill=DIM, font=_font(13), anchor="lm")
+        draw.text((left, title // 2), text.translate(PLAIN), fill=DIM, font=_font(13), anchor="lm")
         canvas.paste(_image(image), (left, title))
         left += image.shape[1] + gap
     for index, (name, value) in enumerate(header):
@@ -156,6 +196,7 @@ def compose(panels: Sequence[Panel], header: Sequence[tuple[str, str]] = ()) -> 
 
 def _shortened(text: str, font: Any, width: int) -> str:
     """Return the text, cut to a width in pixels: "make stone pickaxe" becomes "make sto…"."""
+    text = text.translate(PLAIN)
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "…") > width:
