@@ -165,6 +165,15 @@ class EnvRunner:
         with _with_index(slot.index):
             return {"frame": np.asarray(slot.env.render())}
 
+    def action_names(self) -> Reply:
+        """Return the names that the first environment gives its actions in `metadata["action_names"]`, if any."""
+        env = self.slots[0].env
+        inner = None if env is None else env.unwrapped
+        names = (getattr(inner, "metadata", None) or {}).get("action_names") or getattr(
+            inner, "action_names", ()
+        )
+        return {"names": [str(name)[:40] for name in names] if isinstance(names, list | tuple) else []}
+
     def close(self) -> None:
         """Close all environments; an exception in `close` is only a warning, since nothing depends on it."""
         for slot in self.slots:

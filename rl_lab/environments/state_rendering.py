@@ -60,6 +60,8 @@ def state_drawer(
 
     factory: of `make.env_factory`; the environment that it creates is checked with an observation of its own
     """
+    if not _may_be_drawn(getattr(factory, "task", None)):
+        return None  # not created: it may be a robot
     try:
         env = factory(True)
     except Exception:  # no renderer on this machine, or no such argument
@@ -79,6 +81,13 @@ def state_drawer(
         return None
     drawer._normalizer = normalizer
     return drawer
+
+
+def _may_be_drawn(task: Any) -> bool:
+    """Whether a task is a registered one of classic control, or one of a domain in `DMC`."""
+    if isinstance(task, gymnasium.envs.registration.EnvSpec):
+        return str(task.entry_point).startswith("gymnasium.envs.classic_control")
+    return isinstance(task, tuple) and task[0] in DMC
 
 
 def _is_state(space: gymnasium.Space) -> bool:
@@ -204,9 +213,7 @@ def _dmc_walker(physics: Any, obs: Arrays) -> None:
 
 def _dmc_reacher(physics: Any, obs: Arrays) -> None:
     _set_positions(physics, obs["position"])
-    physics.named.model.geom_pos["target", :2] = (
-        physics.named.data.geom_xpos["finger", :2] + obs["to_target"]
-    )
+    physics.named.model.geom_pos["target", :2] = physics.named.data.geom_xpos["finger", :2] + obs["to_target"]
     physics.forward()
 
 
@@ -253,6 +260,4 @@ def state_names(task: str, obs: Arrays) -> list[str]:
     known = next((names for prefix, names in STATE_NAMES.items() if task.startswith(prefix)), ())
     if list(sizes) == ["vector"] and sizes["vector"] == len(known):
         return list(known)
-    return [
-        name if size == 1 else f"{name} {index}" for name, size in sizes.items() for index in range(size)
-    ]
+    return [name if size == 1 else f"{name} {index}" for name, size in sizes.items() for index in range(size)]

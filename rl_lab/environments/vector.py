@@ -215,6 +215,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[dict[str, np.ndarray], Any, np.ndarra
         self._frame = frame
         return frame
 
+    def action_names(self) -> list[str]:
+        """Return what the environment calls its actions or axes (`metadata["action_names"]`); [] if it does not say."""
+        self._ready("action_names")
+        return self.pool.action_names()
+
     def close(self, **kwargs: Any) -> None:
         """Close the environments and stop the workers. Can be called more than once."""
         self.closed = True

@@ -169,13 +169,20 @@ class WorkerPool:
 
     def render(self) -> Any:
         """Return a frame of environment 0, or None if it has no open episode."""
+        return self._ask("render").get("frame")
+
+    def action_names(self) -> list[str]:
+        """Return the names of the actions that environment 0 gives, or []."""
+        return list(self._ask("action_names").get("names", []))
+
+    def _ask(self, command: str) -> Reply:
         worker = self.workers[0]
-        worker.send("render")
+        worker.send(command)
         try:
-            return worker.receive(self.timeout).get("frame")
+            return worker.receive(self.timeout)
         except WorkerLost as lost:
             self.close()
-            raise LabError(f"{lost.who} {lost.what} during render(). {lost.advice}") from None
+            raise LabError(f"{lost.who} {lost.what} during {command}(). {lost.advice}") from None
 
     def _write_seeds(self, envs: Any) -> None:
         for env in envs:

@@ -239,6 +239,21 @@ class DreamStep:
     )  # (B,) predicted probability of the end
 
 
+@dataclass(frozen=True)
+class DreamState:
+    """A moment of imagined episodes, to which `ImaginedEpisodes.set_state` returns."""
+
+    state: Tensors
+    steps: torch.Tensor
+    rows: tuple[Tensors, ...]
+    since_flush: int
+
+    @property
+    def nbytes(self) -> int:
+        groups = (self.state, *self.rows)
+        return sum(value.nbytes for group in groups for value in group.values())
+
+
 class ImaginedEpisodes:
     """Steps B imagined episodes of one world model together.
 
@@ -330,6 +345,18 @@ class ImaginedEpisodes:
             self.flush()
         self.steps[which.cpu()] = 0
         return self.observe()
+
+    def get_state(self) -> DreamState:
+        """Return the moment reached. Models do not write into a state that they were given, so nothing is copied."""
+        rows = tuple(dict(row) for row in self._rows)
+        return DreamState(dict(self.state), self.steps.clone(), rows, self._since_flush)
+
+    def set_state(self, moment: DreamState) -> None:
+        """Return to a moment. The generator goes on, so what follows is sampled anew."""
+        self.state, self.steps = dict(moment.state), moment.steps.clone()
+        self._rows.clear()
+        self._rows.extend(dict(row) for row in moment.rows)
+        self._since_flush = moment.since_flush
 
     def observe(self) -> Tensors:
         """Decode the current states: name -> (B, …)."""

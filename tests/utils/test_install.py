@@ -129,7 +129,7 @@ def open_window() -> None:
 
 
 def read_mp4() -> None:
-    from rl_lab.tools.play.sources import read_video
+    from rl_lab.tools.play.episodes import read_video
 
     read_video(Path("film.mp4"))
 

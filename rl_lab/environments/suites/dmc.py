@@ -160,6 +160,13 @@ class ControlEnv(gymnasium.Env):
         """dm_control's physics, whose state `state_rendering` sets."""
         return self._env.physics
 
+    @property
+    def action_names(self) -> list[str]:
+        """Names of the actuators in the model's file."""
+        model = self._env.physics.model
+        names = [model.id2name(index, "actuator").replace("_", " ") for index in range(model.nu)]
+        return names if all(names) and self.action_space.shape == (len(names),) else []
+
     def render(self) -> np.ndarray:
         """Return (256, 256, 3) uint8, from the same camera as the observation."""
         return self._render_image(RENDER_SIZE)

@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choice.add_argument(
         "--best-action", dest="sample", action="store_false", help="take the most likely action"
     )
+    choice.add_argument(
+        "--temperature", type=float, help="sample actions at this temperature; 0 takes the most likely action"
+    )
     where = parser.add_argument_group("output (default: a window; without a display, a video)")
     where.add_argument("--web", action="store_true", help="serve a page to play in a browser")
     where.add_argument(

@@ -24,6 +24,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from rl_lab.errors import LabError
 from rl_lab.tools.play.commands import Command, parse_command
+from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, control_legend, show
+from rl_lab.tools.play.keymaps import pad_keys
 from rl_lab.tools.play.session import PlaySession
 
 # --- Protocol ---
@@ -67,6 +69,19 @@ def decode_frame(message: bytes) -> tuple[dict[str, Any], list[bytes]]:
         images.append(message[at : at + panel["bytes"]])
         at += panel["bytes"]
     return head, images
+
+
+def legend(session: PlaySession) -> dict[str, Any]:
+    """Return the keys that the page shows."""
+    return {
+        "keys": session.keymap.legend,
+        "action_keys": sorted(session.keymap.known_keys()),
+        "controls": control_legend(),
+        "control_keys": sorted(CONTROLS),
+        "replay": [[show(key), text] for key, (_, _, text) in REPLAY_CONTROLS.items()],
+        "replay_keys": sorted(REPLAY_CONTROLS),
+        "pad": pad_keys(session.keymap),
+    }
 
 
 def encode_image(image: np.ndarray) -> tuple[str, bytes]:
@@ -213,9 +228,8 @@ class Viewer:
 class Clients:
     """The open pages of a session; runs in the server's event loop."""
 
-    def __init__(self, session: PlaySession, about: dict[str, Any]) -> None:
+    def __init__(self, session: PlaySession) -> None:
         self.session = session
-        self.about = about
         self.runner = Runner(session, self._from_thread)
         self.viewers: list[Viewer] = []
         self.driver: Viewer | None = None
@@ -227,7 +241,7 @@ class Clients:
     def start(self) -> None:
         """Start the session thread; call it inside the server's event loop."""
         self._loop = asyncio.get_running_loop()
-        self._status = self.session.status()
+        self._status = self._session_status()
         self._frame = encode_frame(self.session)
         self.runner.start()
 
@@ -297,7 +311,6 @@ class Clients:
                 "steers": viewer is self.driver,
                 "free": self.driver is None,
                 "viewers": len(self.viewers),
-                "about": self.about,
             }
             viewer.offer(status=json.dumps({**self._status, **mine}))
 
@@ -305,10 +318,13 @@ class Clients:
         """Publish a new frame; called in the session thread, which alone may read the session."""
         frame = encode_frame(session)
         status: dict[str, Any] | None = None
-        if session.changes != self._sent_changes or session.mode == "episodes":
+        if session.changes != self._sent_changes or session.mode in ("dream", "episodes"):
             self._sent_changes = session.changes
-            status = session.status()
+            status = self._session_status()
         self._call(lambda: self._publish(frame, status))
+
+    def _session_status(self) -> dict[str, Any]:
+        return {**self.session.status(), "about": {**self.session.sources.about, **legend(self.session)}}
 
     def _publish(self, frame: bytes, status: dict[str, Any] | None) -> None:
         self._frame = frame

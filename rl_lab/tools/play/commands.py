@@ -10,12 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rl_lab.tools.play.episodes import SPLITS
 from rl_lab.tools.play.keyboard import normalise
-from rl_lab.tools.play.sources import SPLITS
+from rl_lab.tools.play.starts import LABELS
 
 MODES = ("real", "dream", "both", "episodes")
 SLOWEST, FASTEST = 1.0, 60.0  # steps per second
 SHORTEST, LONGEST = 1, 10_000  # steps of a dream
+COLDEST, HOTTEST = 0.0, 3.0  # temperature of the agent's actions, or of a model's sampling
+LONGEST_CLIP = 30.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,17 @@ COMMANDS: dict[str, Callable[[Any], Any]] = {
     "seek": _integer(-(10**9), 10**9),
     "episode": _integer(-1, 1),
     "split": _one_of(*SPLITS),
+    "rewind": _integer(-LONGEST, LONGEST),
+    "again": _nothing,
+    "starts": _optional(_one_of(*LABELS)),
+    "choose": _optional(_integer(0, 99)),
+    "dream_here": _nothing,
+    "temperature": _number(COLDEST, HOTTEST),
+    "warmer": _integer(-1, 1),
+    "dream_temperature": _number(0.05, HOTTEST),
+    "weights": _optional(_integer(0, 10**6)),
+    "run": _nothing,
+    "clip": _optional(_number(1.0, LONGEST_CLIP)),
 }
 
 

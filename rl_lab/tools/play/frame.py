@@ -68,7 +68,9 @@ HEIGHT = 320  # of a panel in a video; smaller images are enlarged by integer fa
 FIELD = 80, 36  # smallest width and height of a field of the header, in pixels
 BARS = 24  # longest vector drawn as bars; longer ones are drawn as a grid of cells
 GROUND, INK, DIM, TICK = (13, 17, 23), (230, 237, 243), (125, 133, 144), (38, 46, 58)
-PLAIN = str.maketrans({"–": "-", "·": "|", "×": "x", "←": "<", "→": ">", "↑": "^", "↓": "v"})  # Pillow's font has none
+PLAIN = str.maketrans(
+    {"–": "-", "·": "|", "×": "x", "←": "<", "→": ">", "↑": "^", "↓": "v"}
+)  # Pillow's font has none
 PLUS, MINUS = (88, 166, 255), (247, 129, 102)
 
 
@@ -92,7 +94,7 @@ def vector(obs: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([np.ravel(value).astype(np.float32) for value in obs.values()])
 
 
-def vector_image(values: np.ndarray, names: Sequence[str] = (), width: int = 360) -> np.ndarray:
+def vector_image(values: np.ndarray, names: Sequence[str] = (), width: int = 480) -> np.ndarray:
     """Return (H, width, 3): a vector as bars with names, numbers and a scale; a long one as a grid of cells.
 
     The scale is a symmetric logarithm, the same for every vector and frame: 0 in the centre, 10 near the border.
@@ -100,12 +102,12 @@ def vector_image(values: np.ndarray, names: Sequence[str] = (), width: int = 360
     scaled = np.nan_to_num(_on_scale(values), nan=0.0)
     if len(values) > BARS:
         return _cells(scaled, len(values))
-    line, top = 26 if len(values) <= 10 else 17, 20
+    line, top = 32 if len(values) <= 10 else 20, 22
     image, draw = _canvas(width, top + line * len(values) + 8)
-    font, small = _font(12), _font(10)
+    font, small = _font(15), _font(12)
     labels = list(names) if len(names) == len(values) else [str(index) for index in range(len(values))]
     left = 10 + min(int(max(font.getlength(label) for label in labels)), width // 3)
-    right = width - 62
+    right = width - 78
     middle, half = (left + 8 + right) // 2, (right - left - 8) // 2
     for tick in (-10, -1, 0, 1, 10):
         x = middle + int(_on_scale(np.float32(tick)) * half)

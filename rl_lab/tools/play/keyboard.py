@@ -1,7 +1,7 @@
-"""Keymaps: from held keys to an action, for any action space, and the state of the keyboard.
+"""Keys: from held keys to an action, for any action space; the keys of a session; the state of the keyboard.
 
 Key names are the browser's `KeyboardEvent.key`, letters in lower case: "a", " ", "ArrowLeft", "Tab". The
-desktop window uses the same names.
+desktop window uses the same names. Keymaps of suites are in `keymaps.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_lab.errors import ConfigError
-from rl_lab.records import ActionSpec, Spec
+from rl_lab.records import ActionSpec
 
 # Keys that control the session: key -> (command, value, description). The first three are those of IRIS.
 CONTROLS: dict[str, tuple[str, object, str]] = {
@@ -28,9 +27,19 @@ CONTROLS: dict[str, tuple[str, object, str]] = {
     "=": ("faster", 1, "faster"),
     "[": ("longer", -1, "shorter dreams"),
     "]": ("longer", 1, "longer dreams"),
-    "'": ("parts", None, "panels"),
-    ";": ("header", None, "header"),
+    "'": ("parts", None, "more pictures"),
+    ";": ("header", None, "numbers"),
+    "Backspace": ("rewind", -1, "dream: back a step"),
+    "Delete": ("rewind", 1, "dream: forward again"),
+    "\\": ("again", None, "dream: same start"),
+    "/": ("starts", None, "dream: choose a start"),
+    "`": ("clip", None, "GIF of the last 10 s"),
+    "F7": ("warmer", -1, "temperature down"),
+    "F8": ("warmer", 1, "temperature up"),
+    "F9": ("weights", None, "next checkpoint"),
+    "F10": ("run", None, "next run"),
 }
+CHOICE_KEYS = "12345678"  # of the start states that are shown
 # Keys during replay of episodes: those of IRIS, and one more for recordings.
 REPLAY_CONTROLS: dict[str, tuple[str, object, str]] = {
     "ArrowLeft": ("seek", -1, "one step back"),
@@ -44,6 +53,7 @@ REPLAY_CONTROLS: dict[str, tuple[str, object, str]] = {
     "y": ("split", "test", "test"),
     "i": ("split", "imagination", "imagination"),
     "o": ("split", "recordings", "recordings"),
+    "d": ("dream_here", None, "dream from this step"),
 }
 LETTERS = "qwertyuiopasdfghjklzxc"  # for actions after the tenth; none of them is in CONTROLS
 ARROWS = ("ArrowLeft", "ArrowDown", "ArrowRight", "ArrowUp")
@@ -69,6 +79,14 @@ class Keymap(Protocol):
     def action(self, held: Collection[str]) -> np.ndarray | None: ...
 
     def name(self, action: np.ndarray) -> str: ...
+
+    def main_keys(self) -> list[str]:
+        """Return the keys to name in a hint, arrows first."""
+
+
+def arrows_first(keys: Collection[str]) -> list[str]:
+    """Return the arrows among the keys, or else all of them in order."""
+    return [key for key in ("ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown") if key in keys] or sorted(keys)
 
 
 @dataclass
@@ -98,6 +116,9 @@ class DiscreteKeys:
 
     def name(self, action: np.ndarray) -> str:
         return self.names[int(action)]
+
+    def main_keys(self) -> list[str]:
+        return arrows_first(self.table)
 
 
 @dataclass
@@ -135,6 +156,9 @@ class MultiDiscreteKeys:
     def name(self, action: np.ndarray) -> str:
         return " ".join(str(int(part)) for part in action)
 
+    def main_keys(self) -> list[str]:
+        return [row[0] for row, _ in zip(ROWS, self.choices)]
+
 
 @dataclass
 class AxisKeys:
@@ -166,18 +190,29 @@ class AxisKeys:
         return action
 
     def name(self, action: np.ndarray) -> str:
-        return " ".join(f"{float(value):+.2f}" for value in action)
+        if len(self.labels) > 3:
+            return " ".join(f"{float(value):+.2f}" for value in action)
+        return " ".join(f"{label} {float(value):+.2f}" for label, value in zip(self.labels, action))
+
+    def main_keys(self) -> list[str]:
+        return arrows_first(self.known_keys())
 
 
-def generic_keys(action: ActionSpec) -> Keymap:
-    """Return the default keymap: digits and letters for choices, arrows and letter pairs for axes."""
+def generic_keys(action: ActionSpec, names: Sequence[str] = ()) -> Keymap:
+    """Return the default keymap: digits and letters for choices, arrows and letter pairs for axes.
+
+    names: of the actions, or of the axes; numbers if there are none
+    """
     if action.kind == "continuous":
         pairs = [
             (("ArrowLeft", "a"), ("ArrowRight", "d")),
             (("ArrowDown", "s"), ("ArrowUp", "w")),
             *[((down,), (up,)) for down, up in ("qe", "zc", "fr", "gt", "hy", "ju", "ki", "lo")],
         ][: action.shape[0]]
-        return AxisKeys(action, pairs, [f"axis {index}" for index in range(len(pairs))])
+        named = len(names) == action.shape[0]
+        return AxisKeys(
+            action, pairs, names if named else [f"axis {index}" for index in range(action.shape[0])]
+        )
     if action.kind == "multi_discrete":
         return MultiDiscreteKeys(action.choices)
     count = action.choices[0]
@@ -185,12 +220,20 @@ def generic_keys(action: ActionSpec) -> Keymap:
     # The usual order of toy tasks: left, right; left, nothing, right; left, down, right, up.
     arrows = {2: (0, None, 1, None), 3: (0, 1, 2, None), 4: (0, 1, 2, 3)}.get(count, ())
     table |= {key: index for key, index in zip(ARROWS, arrows) if index is not None}
-    return DiscreteKeys(table, [str(index) for index in range(count)])
+    return DiscreteKeys(
+        table, names if len(names) == count else [f"action {index}" for index in range(count)]
+    )
 
 
 def control_legend(mode: str = "") -> list[tuple[str, str]]:
     """Return (keys, description) of the session's controls; paired keys share a line."""
-    pairs = {"-": ("=", "slower, faster"), "[": ("]", "shorter, longer dreams")}
+    pairs = {
+        "-": ("=", "slower, faster"),
+        "[": ("]", "shorter, longer dreams"),
+        "F7": ("F8", "temperature down, up"),
+        "F9": ("F10", "next checkpoint, run"),
+        "Backspace": ("Delete", "dream: back, forward"),
+    }
     seconds = {key for key, _ in pairs.values()}
     rows = [(show(key), text) for key, (_, _, text) in REPLAY_CONTROLS.items()] if mode == "episodes" else []
     for key, (_, _, text) in CONTROLS.items():
@@ -206,7 +249,7 @@ def show(key: str) -> str:
     arrows = {"ArrowLeft": "←", "ArrowRight": "→", "ArrowUp": "↑", "ArrowDown": "↓"}
     return (
         arrows.get(key)
-        or {" ": "Space", "PageUp": "PgUp", "PageDown": "PgDn"}.get(key)
+        or {" ": "Space", "PageUp": "PgUp", "PageDown": "PgDn", "Backspace": "⌫", "Delete": "Del"}.get(key)
         or (key.upper() if len(key) == 1 else key)
     )
 
@@ -214,218 +257,8 @@ def show(key: str) -> str:
 def normalise(key: str) -> str:
     """Return the canonical name of a key: lower-case letters, and shifted signs as unshifted ones."""
     plain = {"+": "=", "_": "-", "{": "[", "}": "]", ">": ".", "<": ",", '"': "'", ":": ";", "Spacebar": " "}
+    plain |= {"?": "/", "|": "\\", "~": "`"}
     return plain.get(key, key.lower() if len(key) == 1 else key)
-
-
-# --- Keymaps of suites: Atari, Crafter, MiniGrid, CarRacing, classic control ---
-
-# The keys of Atari and Crafter are those of IRIS and Δ-IRIS; Atari also accepts combinations (W+D+Space), as
-# DIAMOND.
-
-# key -> (right, up, fire)
-JOYSTICK: dict[str, tuple[int, int, bool]] = {
-    "w": (0, 1, False),
-    "s": (0, -1, False),
-    "a": (-1, 0, False),
-    "d": (1, 0, False),
-    " ": (0, 0, True),
-    "t": (1, 1, False),
-    "r": (-1, 1, False),
-    "g": (1, -1, False),
-    "f": (-1, -1, False),
-    "ArrowUp": (0, 1, True),
-    "ArrowDown": (0, -1, True),
-    "ArrowLeft": (-1, 0, True),
-    "ArrowRight": (1, 0, True),
-    "u": (1, 1, True),
-    "y": (-1, 1, True),
-    "j": (1, -1, True),
-    "h": (-1, -1, True),
-}
-CRAFTER: dict[str, str] = {
-    "a": "move_left",
-    "d": "move_right",
-    "w": "move_up",
-    "s": "move_down",
-    " ": "do",
-    "Tab": "sleep",
-    "r": "place_stone",
-    "t": "place_table",
-    "f": "place_furnace",
-    "p": "place_plant",
-    "1": "make_wood_pickaxe",
-    "2": "make_stone_pickaxe",
-    "3": "make_iron_pickaxe",
-    "4": "make_wood_sword",
-    "5": "make_stone_sword",
-    "6": "make_iron_sword",
-    "ArrowLeft": "move_left",
-    "ArrowRight": "move_right",
-    "ArrowUp": "move_up",
-    "ArrowDown": "move_down",
-}
-# Crafter's actions in its own order (crafter/data.yaml).
-CRAFTER_ACTIONS = [
-    "noop",
-    "move_left",
-    "move_right",
-    "move_up",
-    "move_down",
-    "do",
-    "sleep",
-    "place_stone",
-    "place_table",
-    "place_furnace",
-    "place_plant",
-    "make_wood_pickaxe",
-    "make_stone_pickaxe",
-    "make_iron_pickaxe",
-    "make_wood_sword",
-    "make_stone_sword",
-    "make_iron_sword",
-]
-# MiniGrid's actions in their own order (minigrid/core/actions.py), and keys for them.
-MINIGRID_ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")
-MINIGRID = {
-    **{"ArrowLeft": 0, "ArrowRight": 1, "ArrowUp": 2, "a": 0, "d": 1, "w": 2},
-    **{"p": 3, "l": 4, " ": 5, "x": 6},
-}
-CAR_ACTIONS = ("nothing", "left", "right", "gas", "brake")  # gymnasium/envs/box2d/car_racing.py
-CAR = {
-    **{"ArrowLeft": 1, "ArrowRight": 2, "ArrowUp": 3, "ArrowDown": 4},
-    **{"a": 1, "d": 2, "w": 3, "s": 4, " ": 4},
-}
-# Prefix of the registered id -> names of the actions, key -> action, and the idle action.
-CLASSIC: dict[str, tuple[Sequence[str], dict[str, int], int | None]] = {
-    "CartPole": (("left", "right"), {"ArrowLeft": 0, "a": 0, "ArrowRight": 1, "d": 1}, None),
-    "MountainCar-": (
-        ("left", "nothing", "right"),
-        {"ArrowLeft": 0, "a": 0, "ArrowDown": 1, "ArrowRight": 2, "d": 2},
-        1,
-    ),
-    "Acrobot": (
-        ("left", "nothing", "right"),
-        {"ArrowLeft": 0, "a": 0, "ArrowDown": 1, "ArrowRight": 2, "d": 2},
-        1,
-    ),
-    "LunarLander-": (
-        ("nothing", "left engine", "main engine", "right engine"),
-        {"ArrowLeft": 1, "a": 1, "ArrowUp": 2, "w": 2, "ArrowRight": 3, "d": 3},
-        0,
-    ),
-}
-
-
-@dataclass
-class JoystickKeys:
-    """A joystick with one button: held keys are summed.
-
-    An unsupported position falls back to the nearest one.
-    """
-
-    names: Sequence[str]  # of the game's actions in the Arcade Learning Environment
-    idle: np.ndarray | None = None
-    legend: list[tuple[str, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._index = {name: index for index, name in enumerate(self.names)}
-        self.idle = np.asarray(self._index.get("NOOP", 0))
-        self.legend = [
-            ("W A S D", "up left down right"),
-            ("Space", "fire"),
-            ("↑ ← ↓ →", "the same with fire"),
-            ("R T F G", "diagonals"),
-            ("Y U H J", "diagonals with fire"),
-        ]
-
-    def known_keys(self) -> frozenset[str]:
-        return frozenset(JOYSTICK)
-
-    def action(self, held: Collection[str]) -> np.ndarray | None:
-        pushed = [JOYSTICK[key] for key in held if key in JOYSTICK]
-        if not pushed:
-            return self.idle
-        right = int(np.clip(sum(push[0] for push in pushed), -1, 1))
-        up = int(np.clip(sum(push[1] for push in pushed), -1, 1))
-        fire = any(push[2] for push in pushed)
-        for x, y, button in (
-            (right, up, fire),
-            (right, up, False),
-            (right, 0, fire),
-            (0, up, fire),
-            (0, 0, fire),
-        ):
-            name = joystick_name(x, y, button)
-            if name in self._index and (name != "NOOP" or not fire):
-                return np.asarray(self._index[name])
-        return self.idle
-
-    def name(self, action: np.ndarray) -> str:
-        return self.names[int(action)].lower()
-
-
-def joystick_name(right: int, up: int, fire: bool) -> str:
-    """Return the emulator's name of a joystick position: UPRIGHTFIRE, LEFT, NOOP."""
-    name = (
-        {1: "UP", -1: "DOWN", 0: ""}[up] + {1: "RIGHT", -1: "LEFT", 0: ""}[right] + ("FIRE" if fire else "")
-    )
-    return name or "NOOP"
-
-
-def keymap_for(spec: Spec) -> Keymap:
-    """Return the keymap of an environment by its name, or the generic one."""
-    suite, _, task = spec.name.partition("/")
-    action = spec.action
-    if action.kind == "discrete":
-        count = action.choices[0]
-        if suite in ("atari", "atari100k"):
-            names = _atari_names(task, count)
-            if names:
-                return JoystickKeys(names)
-        if suite == "crafter" and count == len(CRAFTER_ACTIONS):
-            table = {key: CRAFTER_ACTIONS.index(name) for key, name in CRAFTER.items()}
-            return DiscreteKeys(
-                table, [name.replace("_", " ") for name in CRAFTER_ACTIONS], idle=np.asarray(0)
-            )
-        if suite == "minigrid" and count == len(MINIGRID_ACTIONS):
-            return DiscreteKeys(MINIGRID, MINIGRID_ACTIONS)
-        if spec.name.startswith(("carracing", "CarRacing")) and count == len(CAR_ACTIONS):
-            return DiscreteKeys(CAR, CAR_ACTIONS, idle=np.asarray(0))
-        for prefix, (labels, table, nothing) in CLASSIC.items():
-            if spec.name.startswith(prefix) and count == len(labels):
-                return DiscreteKeys(table, labels, idle=None if nothing is None else np.asarray(nothing))
-    if (
-        action.kind == "continuous"
-        and spec.name.startswith(("carracing", "CarRacing"))
-        and action.shape == (3,)
-    ):
-        pairs = (
-            (("ArrowLeft", "a"), ("ArrowRight", "d")),
-            ((), ("ArrowUp", "w")),
-            ((), ("ArrowDown", "s", " ")),
-        )
-        return AxisKeys(action, pairs, ("steer", "gas", "brake"))
-    return generic_keys(action)
-
-
-def _atari_names(game: str, count: int) -> list[str]:
-    """Return the names of a game's actions; empty if the emulator is missing or its action count differs."""
-    from rl_lab.environments.suites.atari import resolve
-
-    try:
-        import ale_py
-
-        rom = ale_py.roms.get_rom_path(resolve(game))
-    except (ModuleNotFoundError, ConfigError):
-        return []
-    if rom is None:
-        return []
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
-    emulator = ale_py.ALEInterface()
-    emulator.loadROM(rom)
-    legal, minimal = emulator.getLegalActionSet(), emulator.getMinimalActionSet()
-    actions = minimal if len(minimal) == count else legal
-    return [action.name for action in actions] if len(actions) == count else []
 
 
 # --- Keyboard state ---

@@ -12,14 +12,21 @@ from typing import Any
 
 from rl_lab.agent import Agent, load_agent
 from rl_lab.build import build_evaluator
-from rl_lab.environments.world_model_env import BufferStarts, EpisodeStarts, ImaginedEpisodes, Starts
+from rl_lab.environments.make import env_config_options, env_factory
+from rl_lab.environments.state_rendering import StateDrawer, state_drawer
+from rl_lab.environments.world_model_env import BufferStarts, EpisodeStarts, ImaginedEpisodes
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import Batch, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.tools.dream_report import fitting_context
-from rl_lab.tools.play.keyboard import keymap_for
-from rl_lab.tools.play.session import Options, PlaySession
-from rl_lab.tools.play.sources import SPLITS, BothSource, DreamSource, EpisodesSource, RealSource
+from rl_lab.tools.play.commands import HOTTEST
+from rl_lab.tools.play.episodes import SPLITS, EpisodesSource
+from rl_lab.tools.play.keymaps import keymap_for
+from rl_lab.tools.play.library import Entry, Library, run_name
+from rl_lab.tools.play.pictures import Pictures
+from rl_lab.tools.play.session import Options, PlaySession, Sources
+from rl_lab.tools.play.sources import BothSource, DreamSource, RealSource
+from rl_lab.tools.play.starts import Starts
 
 SHORTEST_VIDEO, LONGEST_VIDEO = 100, 1000  # steps, unless --steps says how many
 
@@ -44,16 +51,12 @@ def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     )
     torch.set_num_threads(int(agent.config.training.threads))
     say(agent.weights)
-    if args.context is None:
-        args.context = fitting_context(folder)
     session = build_session(agent, folder, args, options, say)
     try:
         if web:
             from rl_lab.tools.play.web import serve
 
-            return serve(
-                session, describe(agent, folder), folder, host=args.host, port=args.port, token=args.token
-            )
+            return serve(session, host=args.host, port=args.port, token=args.token)
         if video:
             for file in write_video(session, steps=args.steps):
                 say(str(file))
@@ -77,6 +80,8 @@ def options_from(args: argparse.Namespace) -> Options:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name} must be at least {least}, not {value}")
+    if args.temperature is not None and not 0.0 <= args.temperature <= HOTTEST:
+        raise ConfigError(f"--temperature must be between 0 and {HOTTEST:g}, not {args.temperature}")
     mode = {"world_model": "dream", "agent_world_model": "dream", "episodes": "episodes", "both": "both"}
     return Options(
         mode=mode[asked[0]] if asked else "real",
@@ -97,53 +102,106 @@ def build_session(
     options: Options,
     say: Callable[[str], None] = print,
 ) -> PlaySession:
-    """Create a session with every source that this run supports; report a missing environment."""
+    """Create a session of an agent that can switch to other checkpoints and runs."""
+
+    def open_entry(entry: Entry) -> Sources:
+        where = RunFolder(entry.run)
+        other = load_agent(entry.run, checkpoint=entry.checkpoint, device=args.device, trust=args.trust)
+        changed = argparse.Namespace(**{**vars(args), "split": None, "start": None})
+        if not context_is_given:
+            changed.context = fitting_context(where)
+        return build_sources(other, where, changed, say=lambda text: None)
+
+    context_is_given = args.context is not None
+    if not context_is_given:
+        args.context = fitting_context(folder)
+    sources = build_sources(agent, folder, args, mode=options.mode, say=say)
+    named = Path(args.run).stem if str(args.run or "").endswith(".pt") else args.checkpoint
+    checkpoint = "last" if named == "latest" else f"step_{int(named):09d}" if named.isdigit() else named
+    library = Library(folder.path.resolve(), checkpoint.removesuffix(".pt"), output_root(None), open_entry)
+    return PlaySession(sources, library=library, options=options)
+
+
+def build_sources(
+    agent: Agent,
+    folder: RunFolder,
+    args: argparse.Namespace,
+    *,
+    mode: str = "real",
+    say: Callable[[str], None] = print,
+) -> Sources:
+    """Create every source that this run supports; report a missing environment."""
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     sample = bool(agent.config.training.evaluate.sample) if args.sample is None else bool(args.sample)
+    pictures = Pictures(agent.spec, drawer_of(agent))
     real: RealSource | None = None
+    names: list[str] = []
     try:
         evaluator = build_evaluator(
             agent.config, agent.device, normalizer=agent.normalizer, num_envs=1, workers=0
         )
-        make = evaluator.make_environment
         real = RealSource(
             agent.workflow,
-            make(seed, True),
+            evaluator.make_environment(seed, True),
             device=agent.device,
             sample=sample,
             context=args.context,
             seed=seed,
+            pictures=pictures,
         )
+        names = real.environment.action_names()
     except LabError as error:
-        if options.mode in ("real", "both") or args.start == "real":
+        if mode in ("real", "both") or args.start == "real":
             raise
         say(f"the real environment is not available: {error}")
 
     dream: DreamSource | None = None
     both: BothSource | None = None
+    starts: Starts | None = None
     if can_show_dreams(agent.workflow, agent.spec):
         flush = args.flush if args.flush is not None else agent.workflow.dream_flush
         common: dict[str, Any] = {"device": agent.device, "seed": seed, "flush_every": flush}
         imagined = ImaginedEpisodes(agent.workflow, agent.spec, ends=_ends(args.ends), **common)
-        dream = DreamSource(imagined, _starts(agent, folder, args, real, seed), sample=sample, seed=seed)
+        starts = _starts(agent, folder, args, real, seed)
+        dream = DreamSource(imagined, starts, sample=sample, seed=seed, pictures=pictures)
         if real is not None:
             both = BothSource(
                 real, ImaginedEpisodes(agent.workflow, agent.spec, ends=None, **common), horizon=args.horizon
             )
+    if args.temperature is not None:
+        for source in (real, dream):
+            if source is not None:
+                source.acting.temperature = args.temperature
 
     def episodes() -> EpisodesSource:
-        return EpisodesSource(folder.media, agent.spec, args.split)
+        return EpisodesSource(folder.media, agent.spec, args.split, pictures=pictures)
 
-    return PlaySession(
+    return Sources(
         agent.spec,
-        keymap_for(agent.spec),
+        keymap_for(agent.spec, names),
         folder.output(say).media / "recordings",
         real=real,
         dream=dream,
         both=both,
         episodes=episodes,
-        options=options,
+        starts=starts,
+        context=args.context,
+        pictures=pictures,
+        about=describe(agent, folder),
     )
+
+
+def drawer_of(agent: Agent) -> StateDrawer | None:
+    """Return what draws the states of the agent's environment, if its picture follows from them."""
+    from rl_lab.config.compose import to_plain
+
+    if any(item.dtype == "uint8" and len(item.shape) == 3 for item in agent.spec.observations.values()):
+        return None
+    try:
+        factory = env_factory(**env_config_options(to_plain(agent.config.environment), evaluation=True))
+    except LabError:  # the environment is not available
+        return None
+    return state_drawer(factory, agent.normalizer)
 
 
 def can_show_dreams(workflow: Any, spec: Spec) -> bool:
@@ -164,8 +222,9 @@ def describe(agent: Agent, folder: RunFolder) -> dict[str, str]:
     return {
         "experiment": str(agent.config.experiment.name),
         "task": agent.spec.name,
-        "run": folder.path.name,
+        "run": run_name(folder.path.absolute()),
         "trained": f"{agent.step:,} steps",
+        "weights": agent.weights,
         "device": str(agent.device),
     }
 
@@ -181,33 +240,30 @@ def _ends(word: str) -> str | float | None:
 
 def _starts(
     agent: Agent, folder: RunFolder, args: argparse.Namespace, real: RealSource | None, seed: int
-) -> Callable[[], Batch]:
-    """Return a function for the start rows of a dream, by `--start`.
-
-    Default: the real environment, else replay.
-    """
+) -> Starts:
+    """Return where dreams start; `--start` says from what at first. Default: the real environment, else replay."""
     import torch
 
-    start = args.start or ("real" if real is not None else "replay")
-    if start == "real":
-        assert real is not None
-        return lambda: real.warm_up(args.context)
     generator = torch.Generator().manual_seed(seed)
-    found: list[Starts] = []  # opened on first use: replay may be large
+    opened: dict[str, Any] = {}  # on first use: replay may be large
 
-    def batch() -> Batch:
-        if not found:
-            found.append(
-                _replay_starts(agent, folder, args.context)
-                if start == "replay"
-                else _recorded_starts(agent, folder, args)
-            )
-        return found[0](1, generator)
+    def drawn_from(kind: str, make: Callable[[], Any]) -> Callable[[], Batch]:
+        def draw() -> Batch:
+            if kind not in opened:
+                opened[kind] = make()
+            return opened[kind](1, generator)
 
-    return batch
+        return draw
+
+    draws: dict[str, Callable[[], Batch]] = (
+        {} if real is None else {"real": lambda: real.warm_up(args.context)}
+    )
+    draws["replay"] = drawn_from("replay", lambda: _replay_starts(agent, folder, args.context))
+    draws["episodes"] = drawn_from("episodes", lambda: _recorded_starts(agent, folder, args))
+    return Starts(draws, args.start or ("real" if real is not None else "replay"))
 
 
-def _replay_starts(agent: Agent, folder: RunFolder, length: int) -> Starts:
+def _replay_starts(agent: Agent, folder: RunFolder, length: int) -> BufferStarts:
     from rl_lab.buffers.offline import OfflineBuffer
 
     columns = agent.spec.row_columns()
@@ -215,7 +271,7 @@ def _replay_starts(agent: Agent, folder: RunFolder, length: int) -> Starts:
     return BufferStarts(buffer, length)
 
 
-def _recorded_starts(agent: Agent, folder: RunFolder, args: argparse.Namespace) -> Starts:
+def _recorded_starts(agent: Agent, folder: RunFolder, args: argparse.Namespace) -> EpisodeStarts:
     import numpy as np
 
     from rl_lab.buffers.formats.dataset import stored_rows

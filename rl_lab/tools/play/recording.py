@@ -1,10 +1,11 @@
-"""Recordings of a session: started by the user, or offered at the end of each episode."""
+"""Recordings of a session: started by the user, offered at the end of each episode, and a GIF of the last seconds."""
 
 from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,17 @@ from typing import Any
 import numpy as np
 
 from rl_lab.records import Spec
-from rl_lab.tools.play.frame import Frame
+from rl_lab.tools.play.frame import Frame, Panel, compose
+from rl_lab.tools.play.starts import reduced
 from rl_lab.utils.files import write_atomic
-from rl_lab.utils.media import save_video
+from rl_lab.utils.media import gif, save_video
 
 MOST_KEPT = 900  # frames kept in memory for a GIF
+CLIP_FRAMES, CLIP_BYTES, CLIP_SIDE = (
+    600,
+    128 * 1024**2,
+    200,
+)  # kept for `Clip`: steps, memory, pixels of a panel
 
 
 class VideoWriter:
@@ -106,15 +113,20 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, spec: Spec, *, fps: float, label: str = "") -> None:
-        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         self.spec = spec
-        self.path = folder / f"{stamp}{'_' + label if label else ''}_{secrets.token_hex(2)}"
+        self.path = folder / new_name(label)
         self.writer = VideoWriter(self.path, fps)
         self._episodes: list[list[Frame]] = []
+        self._cut = False
+
+    def cut(self) -> None:
+        """Begin a new episode with the next frame: it does not follow from the last one."""
+        self._cut = True
 
     def add(self, frame: Frame, image: np.ndarray) -> None:
-        if frame.is_first or not self._episodes:
+        if frame.is_first or self._cut or not self._episodes:
             self._episodes.append([])
+        self._cut = False
         self._episodes[-1].append(frame)
         self.writer.add(image)
 
@@ -134,6 +146,49 @@ class Recorder:
 
     def discard(self) -> None:
         self.writer.discard()
+
+
+def new_name(label: str) -> str:
+    """Return the name of a new recording, without suffix: "2026-11-15_14-30-05_dream_670d"."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return f"{stamp}{'_' + label if label else ''}_{secrets.token_hex(2)}"
+
+
+class Clip:
+    """The last steps of a session, small, for a GIF of them."""
+
+    def __init__(self) -> None:
+        self._frames: deque[tuple[list[Panel], list[tuple[str, str]]]] = deque(maxlen=CLIP_FRAMES)
+        self._bytes: deque[int] = deque(maxlen=CLIP_FRAMES)
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def add(self, panels: Sequence[Panel], header: Sequence[tuple[str, str]]) -> None:
+        small = [Panel(panel.title, reduced(panel.image, CLIP_SIDE)) for panel in panels]
+        layout = [(panel.title, panel.image.shape) for panel in small]
+        if self._frames and [(panel.title, panel.image.shape) for panel in self._frames[-1][0]] != layout:
+            self.clear()  # other panels: a GIF has one size
+        self._frames.append((small, list(header)))
+        self._bytes.append(sum(panel.image.nbytes for panel in small))
+        while sum(self._bytes) > CLIP_BYTES and len(self._frames) > 1:
+            self._frames.popleft()
+            self._bytes.popleft()
+
+    def clear(self) -> None:
+        self._frames.clear()
+        self._bytes.clear()
+
+    def save(self, path: Path, seconds: float, fps: float) -> Path | None:
+        """Write the last seconds as path.gif; None if nothing was shown yet."""
+        count = max(1, round(seconds * fps))
+        frames = [compose(panels, header) for panels, header in list(self._frames)[-count:]]
+        if not frames:
+            return None
+        target = path.with_name(path.name + ".gif")
+        data = gif(np.stack([_fitted(frame, frames[-1].shape[:2]) for frame in frames]), fps)
+        write_atomic(target, lambda file: file.write(data))
+        return target
 
 
 def write_episode(path: Path, frames: list[Frame], spec: Spec) -> Path:
@@ -182,6 +237,12 @@ class Recordings:
             self.files = self._recording.keep()
             self._recording = None
         return self.files
+
+    def cut(self) -> None:
+        """The next frame does not follow from the last one: a dream was rewound."""
+        for recorder in (self._recording, self._episode):
+            if recorder is not None:
+                recorder.cut()
 
     def begin_episode(self, *, fps: float, label: str) -> None:
         """Start a new episode and discard an unanswered one. Replayed episodes are already on disk."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,22 @@ import numpy as np
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
 from rl_lab.tools.play.commands import FASTEST, LONGEST, MODES, SHORTEST, SLOWEST, Command
-from rl_lab.tools.play.frame import Frame, Panel, Source, compose, number
-from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, Keyboard, Keymap
-from rl_lab.tools.play.recording import Recordings
-from rl_lab.tools.play.sources import BothSource, DreamSource, EpisodesSource, RealSource
+from rl_lab.tools.play.dream_commands import NO_DREAM, DreamCommands
+from rl_lab.tools.play.episodes import EpisodesSource
+from rl_lab.tools.play.frame import UNKNOWN, Frame, Panel, Source, compose, number
+from rl_lab.tools.play.history import History, Past
+from rl_lab.tools.play.keyboard import CHOICE_KEYS, CONTROLS, REPLAY_CONTROLS, Keyboard, Keymap, show
+from rl_lab.tools.play.library import Library
+from rl_lab.tools.play.pictures import Pictures
+from rl_lab.tools.play.recording import Clip, Recordings, new_name
+from rl_lab.tools.play.sources import BothSource, DreamSource, RealSource
+from rl_lab.tools.play.starts import Starts
 
 NEVER = 3600.0
+CLIP_SECONDS = 10.0  # of a GIF, if none are given
 UNAVAILABLE = {
     "real": "the real environment cannot be created on this machine",
-    "dream": "this run has no world model with a decoder",
+    "dream": NO_DREAM,
     "both": "side by side needs the real environment and a world model with a decoder",
     "episodes": "this run has no recorded episodes",
 }
@@ -45,52 +52,81 @@ class Options:
     save: bool = False  # ask at the end of each episode whether to keep it
     wait: bool | None = None  # step only on a key press; None: if the keymap has no idle action
     end_hold: float = 0.8  # seconds for which the last frame of an episode is shown
+    dream_end_hold: float = 4.0  # if you play a dream, so that it can be rewound
 
 
-class PlaySession:
-    """One session of play. A missing source (model, environment, recordings) is None and has no mode."""
+@dataclass
+class Sources:
+    """What one agent can be played with. A missing source (model, environment, recordings) is None."""
+
+    spec: Spec
+    keymap: Keymap
+    recordings: Path
+    real: RealSource | None = None
+    dream: DreamSource | None = None
+    both: BothSource | None = None
+    episodes: Callable[[], EpisodesSource] | None = None
+    starts: Starts | None = None
+    context: int = 8  # rows before a dream that starts from an episode
+    pictures: Pictures | None = None  # closed with the sources
+    about: dict[str, str] = field(default_factory=dict)  # names of run, task, weights, …
+
+    def close(self) -> None:
+        if self.real is not None:
+            self.real.close()
+        if self.pictures is not None:
+            self.pictures.close()
+
+
+class PlaySession(DreamCommands):
+    """One session of play. library: the checkpoints that it can switch to."""
 
     def __init__(
         self,
-        spec: Spec,
-        keymap: Keymap,
-        recordings: Path,
+        sources: Sources,
         *,
-        real: RealSource | None = None,
-        dream: DreamSource | None = None,
-        both: BothSource | None = None,
-        episodes: Callable[[], EpisodesSource] | None = None,
+        library: Library | None = None,
         options: Options | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options = options or Options()
-        self.spec = spec
-        self.keymap = keymap
-        self.real, self.dream, self.both = real, dream, both
-        self.episodes: EpisodesSource | None = None
-        self._open_episodes = episodes
+        self.library = library
         self.mode = ""
         self.control = options.control
         self.fps = options.fps
         self.parts = options.parts
         self.show_header = options.header
-        self.wait = keymap.idle is None if options.wait is None else options.wait
         self.paused = False
         self.message = ""
         self.changes = 0  # incremented whenever `status()` may have changed
         self.acknowledged = 0  # highest id of a command whose effect is visible
         self.keyboard = Keyboard()
-        self.recordings = Recordings(recordings, spec, ask=options.save)
         self.step = 0
         self.episode_return: float | None = 0.0
         self.current = Frame({})
         self.policy_values: dict[str, float] = {}
+        self.history = History()
+        self.clip = Clip()
+        self.picks, self.pick_kind, self.rounds = [], "", 0
         self._clock = clock
         self._last_step = -NEVER
         self._received = 0  # highest id of a command
+        self._shown: list[Panel] | None = None
+        self._use(sources)
         self.horizon = 0
         self._set_horizon(options.horizon)
         self._set_mode(options.mode)
+        self.message = ""
+
+    def _use(self, sources: Sources) -> None:
+        """Play with these sources from now on."""
+        self.sources = sources
+        self.spec, self.keymap = sources.spec, sources.keymap
+        self.real, self.dream, self.both = sources.real, sources.dream, sources.both
+        self.starts, self.context = sources.starts, sources.context
+        self.episodes: EpisodesSource | None = None
+        self.wait = self.keymap.idle is None if self.options.wait is None else self.options.wait
+        self.recordings = Recordings(sources.recordings, self.spec, ask=self.options.save)
 
     # --- Stepping ---
 
@@ -111,16 +147,19 @@ class PlaySession:
 
     def modes(self) -> list[str]:
         """Return the available modes."""
-        sources = {"real": self.real, "dream": self.dream, "both": self.both, "episodes": self._open_episodes}
+        sources: dict[str, Any] = {"real": self.real, "dream": self.dream, "both": self.both}
+        sources["episodes"] = self.sources.episodes
         return [mode for mode in MODES if sources[mode] is not None]
 
     def wait_seconds(self) -> float:
         """Return the seconds until the next step is due; NEVER if it needs user input."""
-        if self.paused or self.asking:
+        if self.paused or self.asking or self.picks:
             return NEVER
         now = self._clock()
         if self.current.done:
-            return max(0.0, self.options.end_hold - (now - self._last_step))
+            played = self.mode == "dream" and self.control == "human"
+            hold = self.options.dream_end_hold if played else self.options.end_hold
+            return max(0.0, hold - (now - self._last_step))
         due = max(0.0, 1.0 / self.fps - (now - self._last_step))
         if not self.waits_for_keys:
             return due
@@ -149,10 +188,7 @@ class PlaySession:
         return self.keymap.action(keys) if keys else None
 
     def _set_frame(self, frame: Frame) -> None:
-        self.current = frame
-        self._last_step = self._clock()
-        self.keyboard.clear_taps()
-        self.acknowledged = self._received
+        self._show_frame(frame)
         if frame.is_first:
             self.step, self.episode_return = 0, 0.0
         else:
@@ -160,8 +196,27 @@ class PlaySession:
             self.episode_return = (self.episode_return or 0.0) + frame.reward
         if self.mode == "episodes" and self.episodes is not None:
             self.step, self.episode_return = self.episodes.position, self.episodes.return_so_far()
+        if self.mode == "dream" and self.dream is not None:
+            if frame.is_first:
+                self.history.clear()
+            self.history.add(Past(self.dream.moment(), frame, self.step, self.episode_return))
+        self._after_frame(frame)
+        if frame.done and self.mode == "dream" and self.control == "human" and not self.asking:
+            self._changed("the dream ended: Enter starts a new one, Backspace goes back a step")
+        elif self.message.startswith("the dream ended"):
+            self._changed("")
+
+    def _show_frame(self, frame: Frame) -> None:
+        self.current = frame
+        self._shown = None
+        self._last_step = self._clock()
+        self.keyboard.clear_taps()
+        self.acknowledged = self._received
+
+    def _after_frame(self, frame: Frame) -> None:
         self.policy_values = {} if frame.done else self.source.inspect()
         self.recordings.add(frame, self.image)
+        self.clip.add(self.panels(), self.header() if self.show_header else ())
         if self.asking:
             self._changed("keep this episode?")
 
@@ -172,7 +227,9 @@ class PlaySession:
     # --- Display ---
 
     def panels(self) -> list[Panel]:
-        return self.source.panels(self.parts)
+        if self._shown is None:
+            self._shown = self.source.panels(self.parts)
+        return self._shown
 
     def image(self) -> np.ndarray:
         """Return (H, W, 3) uint8: panels and, if enabled, the header as one image."""
@@ -183,13 +240,13 @@ class PlaySession:
         frame = self.current
         fields = {
             "step": str(self.step),
-            "action": "–" if frame.action is None else self.keymap.name(frame.action),
+            "action": UNKNOWN if frame.action is None else self.keymap.name(frame.action),
             "reward": number(frame.reward),
-            "return": "–" if self.episode_return is None else number(self.episode_return),
+            "return": UNKNOWN if self.episode_return is None else number(self.episode_return),
         }
         more = {**self.policy_values, **frame.extra}
         for name in ("value", "entropy"):
-            fields[name] = number(more.pop(name)) if name in more else "–"
+            fields[name] = number(more.pop(name)) if name in more else UNKNOWN
         fields["done"] = "terminated" if frame.terminated else "truncated" if frame.truncated else "no"
         return [*fields.items(), *((name, number(value)) for name, value in more.items())]
 
@@ -211,7 +268,26 @@ class PlaySession:
             "files": [file.name for file in self.recordings.files],
             "message": self.message,
             "episodes": self.episodes.status() if self.mode == "episodes" and self.episodes else None,
+            "dream": self._dream_status(),
+            "temperature": self.temperature,
+            "prompt": self.prompt(),
+            "starts": self._starts_status(),
+            "weights": None
+            if self.library is None
+            else {
+                "current": self.library.current,
+                "entries": [entry.to_dict() for entry in self.library.entries],
+            },
         }
+
+    def prompt(self) -> str:
+        """Return which keys to press, if play waits for one; else ""."""
+        if self.picks:
+            return f"choose a start: {CHOICE_KEYS[0]} to {CHOICE_KEYS[len(self.picks) - 1]}, or / to go back"
+        if not self.waits_for_keys or self.asking or self.current.done:
+            return ""
+        keys = list(dict.fromkeys(show(key) for key in self.keymap.main_keys()))
+        return f"press {' '.join(keys[:6])} to play: one step per key"
 
     # --- Commands ---
 
@@ -231,13 +307,15 @@ class PlaySession:
     def _do_key_down(self, key: str) -> None:
         if self.asking and key in ("y", "n", "Enter"):
             self._do_answer(key != "n")
+        elif self.picks and key in CHOICE_KEYS:
+            self._try("choose", CHOICE_KEYS.index(key))
         elif self.mode == "episodes" and key in REPLAY_CONTROLS:
             self._try(*REPLAY_CONTROLS[key][:2])
         elif key in CONTROLS:
             self._try(*CONTROLS[key][:2])
         elif key in self.keymap.known_keys() and self.control == "human":
             self.keyboard.press(key, self._clock())
-            if self.paused or self.asking:
+            if self.paused or self.asking or self.picks:
                 self.keyboard.clear_taps()  # the held key is used by a single step only
             elif self.waits_for_keys and self.keyboard.tapped and not self.current.done:
                 self.advance()  # one step per tap, even for fast taps
@@ -251,6 +329,7 @@ class PlaySession:
     def _do_control(self, who: str | None) -> None:
         self.control = who or ("agent" if self.control == "human" else "human")
         self.keyboard.clear()
+        self._stop_picking()
         self._changed("you play" if self.control == "human" else "the agent plays")
 
     def _do_mode(self, mode: str | None) -> None:
@@ -273,6 +352,7 @@ class PlaySession:
         )
 
     def _do_reset(self, _: None) -> None:
+        self._stop_picking()
         if self.mode == "episodes" and self.episodes is not None:
             self._set_frame(self.episodes.rewind())
         else:
@@ -294,6 +374,7 @@ class PlaySession:
 
     def _do_parts(self, on: bool | None) -> None:
         self.parts = not self.parts if on is None else on
+        self._shown = None
         self._changed("")
 
     def _do_header(self, on: bool | None) -> None:
@@ -332,6 +413,43 @@ class PlaySession:
             self._set_frame(self.episodes.choose(split))
             self._changed("")
 
+    # --- Commands of weights and files ---
+
+    def _do_weights(self, index: int | None) -> None:
+        if self.library is None:
+            raise LabError("this session has no other checkpoints")
+        self._switch(self.library.next_in_run() if index is None else index)
+
+    def _do_run(self, _: None) -> None:
+        if self.library is None:
+            raise LabError("this session has no other runs")
+        self._switch(self.library.next_run())
+
+    def _switch(self, index: int) -> None:
+        """Play with other weights; the open ones stay if they cannot be loaded."""
+        assert self.library is not None
+        opened: Sources = self.library.open(index)
+        self.recordings.close()
+        self.sources.close()
+        mode, temperature = self.mode, self.temperature
+        self._stop_picking()
+        self.keyboard.clear()
+        self.clip.clear()
+        self._use(opened)
+        self._set_horizon(self.horizon)
+        self._do_temperature(temperature)
+        self.mode = ""
+        modes = self.modes()
+        self._set_mode(mode if mode in modes else modes[0])
+        self._changed(f"now playing {self.sources.about.get('weights', 'other weights')}")
+
+    def _do_clip(self, seconds: float | None) -> None:
+        path = self.sources.recordings / new_name(self.mode)
+        file = self.clip.save(path, seconds or CLIP_SECONDS, self.fps)
+        if file is not None:
+            self.recordings.files = [file]
+        self._changed(f"saved {file.name}" if file is not None else "nothing was shown yet")
+
     # --- Private methods ---
 
     def _set_mode(self, mode: str) -> None:
@@ -339,12 +457,13 @@ class PlaySession:
             raise LabError(UNAVAILABLE[mode])
         if mode == self.mode:
             return
+        self._stop_picking()
         frame = self._first_frame(mode)
         self.mode = mode
         self.keyboard.clear()
         self.recordings.begin_episode(fps=self.fps, label=mode)
         self._set_frame(frame)
-        self._changed({"both": "side by side"}.get(mode, mode))
+        self._changed("")
 
     def _first_frame(self, mode: str) -> Frame:
         """Return the first frame of a mode.
@@ -352,8 +471,8 @@ class PlaySession:
         A dream continues from the real environment if an episode is running.
         """
         if mode == "episodes":
-            assert self._open_episodes is not None
-            self.episodes = self.episodes or self._open_episodes()
+            assert self.sources.episodes is not None
+            self.episodes = self.episodes or self.sources.episodes()
             return self.episodes.frame()
         real = self.real
         if real is not None and real.rows and not real.ended:
@@ -383,5 +502,4 @@ class PlaySession:
     def close(self) -> None:
         """Finish an open recording and close the environment."""
         self.recordings.close()
-        if self.real is not None:
-            self.real.close()
+        self.sources.close()

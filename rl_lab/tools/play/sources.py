@@ -1,25 +1,37 @@
-"""Sources of play: the real environment, the world model, both side by side, and recorded episodes."""
+"""Sources of play: the real environment, the world model, and both side by side."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from rl_lab.buffers.formats.dataset import stored_rows
-from rl_lab.buffers.formats.files import SUFFIXES, EpisodeFiles
-from rl_lab.environments.world_model_env import ImaginedEpisodes
-from rl_lab.errors import ConfigError, LabError, closest, install_line
+from rl_lab.environments.world_model_env import DreamState, ImaginedEpisodes
+from rl_lab.errors import LabError
 from rl_lab.protocols import InspectablePolicy, ObservationDecoder
 from rl_lab.records import OBS_PREFIX, ActMode, Batch, Spec
-from rl_lab.tools.play.frame import Frame, Panel, difference, observation_image
+from rl_lab.tools.play.frame import Frame, Panel, difference, has_image
+from rl_lab.tools.play.pictures import Pictures
 
 RECONSTRUCTED_ROWS = 4  # encoded for the reconstruction of the newest row; more are slower and look the same
 TRIES = 20  # episodes that end within the context; after them a context of one row is used
+
+
+class Acting:
+    """How the agent chooses actions: the most likely one (temperature 0), or sampled at a temperature."""
+
+    def __init__(self, sample: bool, seed: int, device: torch.device) -> None:
+        self.temperature = 1.0 if sample else 0.0
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def mode(self) -> ActMode:
+        if self.temperature == 0.0:
+            return ActMode(sample=False, generator=self.generator)
+        return ActMode(sample=True, temperature=self.temperature, generator=self.generator)
 
 
 class RealSource:
@@ -37,15 +49,16 @@ class RealSource:
         sample: bool = False,
         context: int = 8,
         seed: int = 0,
+        pictures: Pictures | None = None,
     ) -> None:
         self.workflow = workflow
+        self.pictures = pictures or Pictures(environment.spec)
         self.environment = environment
         self.spec: Spec = environment.spec
         self.device = device
-        self.sample = sample
+        self.acting = Acting(sample, seed, device)
         self.rows: deque[dict[str, np.ndarray]] = deque(maxlen=context)
         self._seed: int | None = seed  # of the first episode; later seeds are derived from it
-        self._generator = torch.Generator(device).manual_seed(seed)
         self._policy_state: dict[str, torch.Tensor] | None = None  # None: not updated in this episode
         self._action: np.ndarray | None = None  # the agent's action here, if it was computed
         self._image: np.ndarray | None = None
@@ -88,7 +101,7 @@ class RealSource:
     def panels(self, parts: bool) -> list[Panel]:
         shown = [Panel("environment", self.rendered())]
         if parts:
-            shown.append(Panel("model input", observation_image(self.observation())))
+            shown.append(Panel("model input", self.pictures.values(self.observation())))
             reconstruction = self.reconstruction()
             if reconstruction is not None:
                 shown.append(Panel("reconstruction", reconstruction))
@@ -98,10 +111,10 @@ class RealSource:
         """Return the model's reconstruction of the newest row; None without a decoder."""
         workflow = self.workflow
         if self._reconstruction is None and workflow.can_dream and isinstance(workflow, ObservationDecoder):
-            state = self.workflow.dream_start(self.batch(RECONSTRUCTED_ROWS), generator=self._generator)
+            state = self.workflow.dream_start(self.batch(RECONSTRUCTED_ROWS), generator=self.acting.generator)
             decoded = workflow.dream_observation(state)
             if decoded:
-                self._reconstruction = observation_image(
+                self._reconstruction = self.pictures.values(
                     {name: value[0].cpu().numpy() for name, value in decoded.items()}
                 )
         return self._reconstruction
@@ -171,7 +184,7 @@ class RealSource:
         obs = {
             name: torch.as_tensor(value[None]).to(self.device) for name, value in self.observation().items()
         }
-        mode = ActMode(sample=self.sample, generator=self._generator)
+        mode = self.acting.mode()
         is_first = torch.tensor([first], device=self.device)
         action, self._policy_state, _ = self.workflow.act(obs, state, is_first, mode)
         self._action = action[0].cpu().numpy()
@@ -185,8 +198,20 @@ class RealSource:
                 if self.environment.closed:
                     raise
             if self._image is None:
-                self._image = observation_image(self.observation())
+                self._image = self.pictures.show(self.observation())
         return self._image
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step of a dream that can be returned to."""
+
+    dream: DreamState
+    obs: dict[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dream.nbytes + sum(value.nbytes for value in self.obs.values())
 
 
 class DreamSource:
@@ -197,25 +222,29 @@ class DreamSource:
     """
 
     def __init__(
-        self, imagined: ImaginedEpisodes, starts: Callable[[], Batch], *, sample: bool = False, seed: int = 0
+        self,
+        imagined: ImaginedEpisodes,
+        starts: Callable[[], Batch],
+        *,
+        sample: bool = False,
+        seed: int = 0,
+        pictures: Pictures | None = None,
     ) -> None:
         self.imagined = imagined
         self.starts = starts
-        self.sample = sample
         self.workflow: Any = imagined.workflow
-        self._generator = torch.Generator(imagined.device).manual_seed(seed)
+        self.pictures = pictures or Pictures(imagined.spec)
+        self.acting = Acting(sample, seed, imagined.device)
+        self.start: Batch | None = None  # the rows of the current dream
         self._action: np.ndarray | None = None
         self._obs: dict[str, np.ndarray] = {}
-        self._start_image: np.ndarray | None = None  # the last real observation
 
     def reset(self) -> Frame:
         return self.start_from(self.starts())
 
     def start_from(self, batch: Batch) -> Frame:
         """Continue from the last of these rows."""
-        self._start_image = observation_image(
-            {name: value[0, -1].cpu().numpy() for name, value in batch.obs.items()}
-        )
+        self.start = batch
         self._set_obs(self.imagined.start(batch))
         return Frame(self._obs)
 
@@ -228,10 +257,27 @@ class DreamSource:
             self._obs, taken, float(step.reward[0]), bool(step.terminated[0]), bool(step.truncated[0]), extra
         )
 
+    def moment(self) -> Moment:
+        return Moment(self.imagined.get_state(), self._obs)
+
+    def return_to(self, moment: Moment) -> None:
+        """Go back to a step. What follows is sampled anew."""
+        self.imagined.set_state(moment.dream)
+        self._obs, self._action = moment.obs, None
+
+    @property
+    def temperature(self) -> float | None:
+        """Temperature of the model's own sampling; None if it has none."""
+        found = getattr(self.workflow, "temperature", None)
+        return found if isinstance(found, float) else None
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self.workflow.temperature = value
+
     def agent_action(self) -> np.ndarray:
         if self._action is None:
-            mode = ActMode(sample=self.sample, generator=self._generator)
-            self._action = self.imagined.act(mode)[0].cpu().numpy()
+            self._action = self.imagined.act(self.acting.mode())[0].cpu().numpy()
         return self._action
 
     def inspect(self) -> dict[str, float]:
@@ -243,14 +289,21 @@ class DreamSource:
         }
 
     def panels(self, parts: bool) -> list[Panel]:
-        shown = [Panel("dream", observation_image(self._obs))]
-        if parts and self._start_image is not None:
-            shown.insert(0, Panel("start", self._start_image))
+        shown = [Panel("dream", self.pictures.show(self._obs))]
+        if parts and self.start is not None:
+            shown.insert(0, Panel("start", self.pictures.show(last_observation(self.start))))
+        if parts and self.pictures.draws(self._obs):
+            shown.append(Panel("dream values", self.pictures.values(self._obs)))
         return shown
 
     def _set_obs(self, obs: dict[str, torch.Tensor]) -> None:
         self._obs = {name: value[0].cpu().numpy() for name, value in obs.items()}
         self._action = None
+
+
+def last_observation(batch: Batch) -> dict[str, np.ndarray]:
+    """Return the observation of the last row of (1, T, …)."""
+    return {name: value[0, -1].cpu().numpy() for name, value in batch.obs.items()}
 
 
 class BothSource:
@@ -286,7 +339,7 @@ class BothSource:
             "dream reward": float(predicted.reward[0]),
             "end chance": float(predicted.end_chance[0]),
             "error": self._error(),
-            "open loop": self.open_loop_steps,
+            "steps dreamed": self.open_loop_steps,
         }
         return frame
 
@@ -297,12 +350,20 @@ class BothSource:
         return self.real.inspect()
 
     def panels(self, parts: bool) -> list[Panel]:
-        real, predicted = observation_image(self.real.observation()), observation_image(self._predicted)
-        shown = [Panel("real", real), Panel("dream", predicted)]
-        if not any(value.dtype == np.uint8 and value.ndim == 3 for value in self.real.observation().values()):
-            shown.insert(0, Panel("environment", self.real.rendered()))  # vectors as bars are hard to read
-        if parts:
-            shown.append(Panel("difference", difference(real, predicted)))
+        pictures, real, predicted = self.real.pictures, self.real.observation(), self._predicted
+        if has_image(real) or pictures.draws(real):
+            shown = [Panel("real", pictures.show(real)), Panel("dream", pictures.show(predicted))]
+        else:  # the picture of the environment, and the values of both
+            shown = [Panel("real", self.real.rendered())]
+            shown += [
+                Panel("real values", pictures.values(real)),
+                Panel("dream values", pictures.values(predicted)),
+            ]
+        if parts and has_image(real):
+            shown.append(Panel("difference", difference(shown[0].image, shown[1].image)))
+        elif parts:
+            gap = {name: value - real[name] for name, value in predicted.items()}
+            shown.append(Panel("dream minus real", pictures.values(gap)))
         return shown
 
     def _predict_from_real(self) -> None:
@@ -319,173 +380,3 @@ class BothSource:
                 error = (real.astype(np.float32) - self._predicted[name].astype(np.float32)) / scale
                 errors.append(float(np.mean(error**2)))
         return float(np.sqrt(np.mean(errors))) if errors else float("nan")
-
-
-# --- Recorded episodes ---
-
-SPLITS = {
-    "train": "episodes/train",
-    "test": "episodes/test",
-    "imagination": "episodes/imagination",
-    "recordings": "recordings",
-}
-VIDEOS = (".mp4", ".gif")
-LONGEST = 3000  # frames read from a video
-
-
-class EpisodesSource:
-    """Replays recorded episodes: .npz and .pt contain all columns, .mp4 and .gif only images."""
-
-    def __init__(self, media: Path, spec: Spec, split: str | None = None) -> None:
-        self.media = media
-        self.spec = spec
-        self.split = ""
-        self.index = 0
-        self.position = 0
-        self._files: list[Path] = []
-        self._rows: dict[str, np.ndarray] = {}
-        self._video: np.ndarray | None = None
-        have = [name for name in SPLITS if self.files(name)]
-        if split is not None and split not in SPLITS:
-            raise ConfigError(f"--split {split}: there is no such split.{closest(split, SPLITS)}")
-        if not have or (split is not None and split not in have):
-            folder = media / SPLITS[split or "test"]
-            raise LabError(
-                f"{folder} has no recorded episode"
-                + (
-                    f"; these splits have some: {', '.join(have)}"
-                    if have
-                    else ": record one with -s, or run rl-lab eval with --video"
-                )
-            )
-        self.choose(split or ("test" if "test" in have else have[0]))
-
-    def files(self, split: str) -> list[Path]:
-        """Return the episodes of a split by name; a video is skipped if the same episode's data exist."""
-        folder = self.media / SPLITS[split]
-        found = [
-            file for file in folder.glob("*") if file.suffix in (*SUFFIXES, *VIDEOS) and file.name[0] != "."
-        ]
-        with_data = {file.stem for file in found if file.suffix in SUFFIXES}
-        return sorted(file for file in found if file.suffix in SUFFIXES or file.stem not in with_data)
-
-    def choose(self, split: str, index: int = 0) -> Frame:
-        """Open an episode; LabError if the split has none."""
-        files = self.files(split)
-        if not files:
-            raise LabError(f"{self.media / SPLITS[split]} has no recorded episode")
-        index %= len(files)
-        rows, video = self._read(files[index])
-        self.split, self._files, self.index, self.position = split, files, index, 0
-        self._rows, self._video = rows, video
-        return self.frame()
-
-    def reset(self) -> Frame:
-        """Open the next episode."""
-        return self.choose(self.split, self.index + 1)
-
-    def move(self, by: int) -> Frame:
-        """Move forward or back by `by` episodes."""
-        return self.choose(self.split, self.index + by)
-
-    def rewind(self) -> Frame:
-        return self.seek(-self.length)
-
-    def seek(self, by: int) -> Frame:
-        self.position = min(max(0, self.position + by), self.length - 1)
-        return self.frame()
-
-    def step(self, action: np.ndarray) -> Frame:
-        """Move one step forward; the action is ignored."""
-        return self.seek(1)
-
-    def agent_action(self) -> np.ndarray:
-        """Return a placeholder: a recorded episode ignores the action."""
-        return np.zeros(self.spec.action.shape, self.spec.action.dtype)
-
-    def inspect(self) -> dict[str, float]:
-        return {}
-
-    @property
-    def length(self) -> int:
-        return len(self._video) if self._video is not None else len(self._rows["reward"])
-
-    def frame(self) -> Frame:
-        at = self.position
-        if self._video is not None:
-            action = np.zeros(self.spec.action.shape, self.spec.action.dtype) if at else None
-            return Frame({}, action, truncated=at == self.length - 1)
-        rows = self._rows
-        obs = {n.removeprefix(OBS_PREFIX): value[at] for n, value in rows.items() if n.startswith(OBS_PREFIX)}
-        return Frame(
-            obs,
-            rows["action"][at - 1] if at else None,
-            float(rows["reward"][at]),
-            bool(rows["terminated"][at]),
-            bool(rows["truncated"][at]),
-        )
-
-    def return_so_far(self) -> float | None:
-        """Return the sum of rewards up to here; None for a video, which has no rewards."""
-        return None if self._video is not None else float(self._rows["reward"][: self.position + 1].sum())
-
-    def panels(self, parts: bool) -> list[Panel]:
-        if self._video is not None:
-            return [Panel("video", self._video[self.position])]
-        return [Panel("recorded", observation_image(self.frame().obs))]
-
-    def status(self) -> dict[str, Any]:
-        """Return split, file and position."""
-        return {
-            "split": self.split,
-            "name": self._files[self.index].name,
-            "index": self.index,
-            "count": len(self._files),
-            "position": self.position,
-            "length": self.length,
-        }
-
-    def _read(self, file: Path) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        if file.suffix in VIDEOS:
-            return {}, read_video(file)
-        rows = stored_rows(EpisodeFiles([file]), 0, self.spec)
-        return {name: np.asarray(value)[0] for name, value in rows.items()}, None
-
-
-def read_video(file: Path) -> np.ndarray:
-    """Read an mp4 or GIF as (T, H, W, 3) uint8."""
-    frames: list[np.ndarray] = []
-    try:
-        if file.suffix == ".gif":
-            from PIL import Image, ImageSequence
-
-            with Image.open(file) as image:
-                for frame in ImageSequence.Iterator(image):
-                    frames.append(np.asarray(frame.convert("RGB")))
-                    if len(frames) >= LONGEST:
-                        break
-        else:
-            frames = _mp4_frames(file)
-    except ImportError as error:
-        raise LabError(f"{file.name} needs imageio-ffmpeg: {install_line('video')}") from error
-    except (OSError, RuntimeError, ValueError, SyntaxError) as error:
-        raise LabError(f"{file} cannot be read: {str(error).strip()[:200]}") from error
-    if not frames:
-        raise LabError(f"{file} contains no frame")
-    return np.stack(frames)
-
-
-def _mp4_frames(file: Path) -> list[np.ndarray]:
-    import imageio_ffmpeg
-
-    reader = imageio_ffmpeg.read_frames(str(file))
-    frames: list[np.ndarray] = []
-    try:
-        width, height = next(reader)["size"]
-        for data in reader:
-            frames.append(np.frombuffer(data, np.uint8).reshape(height, width, 3))
-            if len(frames) >= LONGEST:
-                break
-    finally:
-        reader.close()
-    return frames

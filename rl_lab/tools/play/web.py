@@ -9,12 +9,9 @@ import stat
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs
 
 from rl_lab.errors import LabError, MissingPackageError, install_line
-from rl_lab.run_folder import RunFolder
-from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, control_legend, show
 from rl_lab.tools.play.session import PlaySession
 from rl_lab.tools.web_access import LARGEST_MESSAGE, REFUSED, WebAccess, make_nonce, page_headers
 
@@ -79,10 +76,9 @@ def _with_headers(send: Send) -> Send:
     return send_with_headers
 
 
-def make_app(session: PlaySession, about: dict[str, str], media: Path, access: WebAccess) -> ASGIApp:
+def make_app(session: PlaySession, access: WebAccess) -> ASGIApp:
     """Return the ASGI application with access control."""
-    clients = Clients(session, {**about, **legend(session)})
-    recordings = media / "recordings"
+    clients = Clients(session)
     html = files("rl_lab.tools.play").joinpath("page.html").read_text(encoding="utf-8")
 
     async def page(request: Request) -> HTMLResponse:
@@ -94,15 +90,23 @@ def make_app(session: PlaySession, about: dict[str, str], media: Path, access: W
         return Response(status_code=204)  # browsers ask for it
 
     async def listing(request: Request) -> JSONResponse:
+        recordings = session.sources.recordings
         found = sorted(_recordings(recordings).items(), key=lambda item: item[1].st_mtime, reverse=True)[:50]
         return JSONResponse([{"name": file.name, "bytes": facts.st_size} for file, facts in found])
 
     async def download(request: Request) -> FileResponse | PlainTextResponse:
         # Looked up among the existing files, so that no name can leave the folder.
+        recordings = session.sources.recordings
         found = {file.name: file for file in _recordings(recordings)}.get(request.path_params["name"])
         if found is None:
             return PlainTextResponse("no such recording\n", status_code=404)
         return FileResponse(found, media_type=DOWNLOADS[found.suffix], filename=found.name)
+
+    async def start_picture(request: Request) -> Response:
+        shown, at = session.picks, request.path_params["index"]  # the list is replaced, never changed
+        if at >= len(shown):
+            return PlainTextResponse("no such start\n", status_code=404)
+        return Response(shown[at].png, media_type="image/png")
 
     async def live(socket: WebSocket) -> None:
         await clients.serve(socket)
@@ -120,27 +124,14 @@ def make_app(session: PlaySession, about: dict[str, str], media: Path, access: W
         Route("/favicon.ico", no_icon),
         Route("/recordings", listing),
         Route("/recordings/{name}", download),
+        Route("/starts/{round:int}/{index:int}", start_picture),
         WebSocketRoute("/live", live),
     ]
     return AccessMiddleware(Starlette(routes=routes, lifespan=lifespan), access)
 
 
-def legend(session: PlaySession) -> dict[str, Any]:
-    """Return the keys that the page shows."""
-    return {
-        "keys": session.keymap.legend,
-        "action_keys": sorted(session.keymap.known_keys()),
-        "controls": control_legend(),
-        "control_keys": sorted(CONTROLS),
-        "replay": [[show(key), text] for key, (_, _, text) in REPLAY_CONTROLS.items()],
-        "replay_keys": sorted(REPLAY_CONTROLS),
-    }
-
-
 def serve(
     session: PlaySession,
-    about: dict[str, str],
-    folder: RunFolder,
     *,
     host: str = "127.0.0.1",
     port: int = 8765,
@@ -155,7 +146,7 @@ def serve(
         say(
             "only this machine can open it; from another machine use ssh -L PORT:localhost:PORT or --host 0.0.0.0"
         )
-    server = make_server(make_app(session, about, folder.output(say).media, access))
+    server = make_server(make_app(session, access))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0

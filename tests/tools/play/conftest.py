@@ -11,10 +11,12 @@ import torch
 
 import rl_lab
 from rl_lab.environments.world_model_env import ImaginedEpisodes
+from rl_lab.tools.play.episodes import EpisodesSource
 from rl_lab.tools.play.keyboard import DiscreteKeys
-from rl_lab.tools.play.session import Options, PlaySession
-from rl_lab.tools.play.sources import BothSource, DreamSource, EpisodesSource, RealSource
-from tests.counting_model import SPEC, CountingEnv, CountingModel
+from rl_lab.tools.play.session import Options, PlaySession, Sources
+from rl_lab.tools.play.sources import BothSource, DreamSource, RealSource
+from rl_lab.tools.play.starts import Starts
+from tests.counting_model import SPEC, CountingEnv, CountingModel, rows
 
 KEYS = {"ArrowDown": 0, "ArrowRight": 1, "ArrowUp": 2}
 
@@ -48,6 +50,7 @@ def make_session(tmp_path: Path, clock: Clock) -> Callable[..., PlaySession]:
         idle: bool = False,
         real_time: bool = False,
         ends: Any = "sample",
+        library: Any = None,
         **options: Any,
     ) -> PlaySession:
         model = model or CountingModel()
@@ -56,17 +59,27 @@ def make_session(tmp_path: Path, clock: Clock) -> Callable[..., PlaySession]:
         dreams = ImaginedEpisodes(model, SPEC, ends=ends)
         import numpy as np
 
-        return PlaySession(
+        starts = Starts({"real": lambda: real.warm_up(4), "replay": lambda: rows(1, 3, 5)}, "real")
+        sources = Sources(
             SPEC,
             DiscreteKeys(KEYS, ("stay", "one", "two"), idle=np.asarray(0) if idle else None),
             tmp_path / "media" / "recordings",
             real=real,
-            dream=DreamSource(dreams, lambda: real.warm_up(4)),
+            dream=DreamSource(dreams, starts),
             both=BothSource(real, ImaginedEpisodes(model, SPEC, ends=None), horizon=5),
             episodes=lambda: EpisodesSource(tmp_path / "media", SPEC),
-            options=Options(**options),
-            **({} if real_time else {"clock": clock}),
+            starts=starts,
+            context=4,
+            about={
+                "experiment": "counting",
+                "task": "counting",
+                "run": "run",
+                "trained": "0 steps",
+                "device": "cpu",
+            },
         )
+        clocks = {} if real_time else {"clock": clock}
+        return PlaySession(sources, library=library, options=Options(**options), **clocks)
 
     return make
 

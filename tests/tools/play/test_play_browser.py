@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rl_lab.tools.play.sources import read_video
+from rl_lab.tools.play.episodes import read_video
 
 PATIENCE = 120.0  # seconds until the server's first line; imports, weights and environment take 2 to 10
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -12,9 +12,9 @@ import pytest
 from rl_lab.cli import main
 from rl_lab.errors import ConfigError
 from rl_lab.tools import play
+from rl_lab.tools.play.episodes import read_video
 from rl_lab.tools.play.launch import headless, options_from
 from rl_lab.tools.play.shell import long_flags
-from rl_lab.tools.play.sources import read_video
 
 ROOT = Path(__file__).resolve().parents[3]
 

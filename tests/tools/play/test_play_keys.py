@@ -6,17 +6,19 @@ import pytest
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 from rl_lab.tools.play.keyboard import (
     CONTROLS,
-    CRAFTER_ACTIONS,
-    MINIGRID_ACTIONS,
     REPEAT_AFTER,
     REPLAY_CONTROLS,
-    JoystickKeys,
     Keyboard,
     control_legend,
     generic_keys,
+    normalise,
+)
+from rl_lab.tools.play.keymaps import (
+    CRAFTER_ACTIONS,
+    MINIGRID_ACTIONS,
+    JoystickKeys,
     joystick_name,
     keymap_for,
-    normalise,
 )
 
 

@@ -10,10 +10,10 @@ from rl_lab.buffers.offline import OfflineBuffer
 from rl_lab.errors import LabError
 from rl_lab.records import BatchSpec
 from rl_lab.tools.play.commands import COMMANDS, Command, parse_command
+from rl_lab.tools.play.episodes import read_video
 from rl_lab.tools.play.frame import Panel, compose
 from rl_lab.tools.play.launch import write_video
 from rl_lab.tools.play.session import NEVER, PlaySession
-from rl_lab.tools.play.sources import read_video
 from tests.counting_model import SHADE, SPEC, CountingEnv, CountingModel
 
 Make = Callable[..., PlaySession]
@@ -117,10 +117,10 @@ def test_side_by_side_uses_same_actions(make_session: Make):
     real, dream, gap = (panel.image for panel in session.panels())
     assert np.array_equal(real, dream) and not gap.any()
     extra = session.current.extra
-    assert extra["error"] == 0.0 and extra["dream reward"] == 2.0 and extra["open loop"] == 3.0
+    assert extra["error"] == 0.0 and extra["dream reward"] == 2.0 and extra["steps dreamed"] == 3.0
     for _ in range(3):
         press(session, "ArrowUp")
-    assert session.current.extra["open loop"] == 1.0  # the prediction restarted after the horizon of five
+    assert session.current.extra["steps dreamed"] == 1.0  # the prediction restarted after the horizon of five
     session.do(Command("horizon", 2))
     assert session.both.horizon == 2
 

@@ -29,7 +29,6 @@ from rl_lab.tools.play.session import PlaySession
 from rl_lab.tools.play.web import bind, make_app, make_server
 from rl_lab.tools.web_access import WebAccess
 
-ABOUT = {"experiment": "counting", "task": "counting", "run": "r", "trained": "0 steps", "device": "cpu"}
 Serve = Callable[..., "Site"]
 
 
@@ -94,7 +93,7 @@ def serve(make_session: Callable[..., PlaySession], tmp_path: Path) -> Iterator[
     def start(host: str = "127.0.0.1", token: str | None = None, **options: Any) -> Site:
         session = make_session(real_time=True, **options)
         listener = bind("127.0.0.1", 0)
-        server = make_server(make_app(session, ABOUT, tmp_path / "media", WebAccess(host, token)))
+        server = make_server(make_app(session, WebAccess(host, token)))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         started.append((server, thread))

@@ -1,0 +1,122 @@
+"""The checkpoints and runs that a session can switch to while it is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_lab.errors import LabError
+from rl_lab.run_folder import RunFolder
+from rl_lab.utils.checkpoint.manifest import read_manifest
+from rl_lab.utils.files import read_json
+
+MOST_RUNS = 20  # the newest ones beside the current run
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Weights to play with. `label` says which ones they are."""
+
+    run: Path
+    checkpoint: str  # as in --checkpoint
+    label: str
+    task: str
+
+    def to_dict(self) -> dict[str, str]:
+        return {"run": run_name(self.run), "task": self.task, "weights": self.label}
+
+
+class Library:
+    """Lists the weights near a run and opens them.
+
+    run: the run that the session began with
+    open: creates the sources of an entry
+    """
+
+    def __init__(self, run: Path, checkpoint: str, root: Path, open_entry: Callable[[Entry], Any]) -> None:
+        self.root = root
+        self.open_entry = open_entry
+        self.entries: list[Entry] = []
+        self.current = -1
+        self.refresh(run, checkpoint)
+
+    def refresh(self, run: Path, checkpoint: str) -> None:
+        """List the weights of the current run, and the last ones of other runs."""
+        others = [folder for folder in runs_near(run, self.root) if folder != run]
+        self.entries = [*entries_of(run), *(entry for other in others for entry in entries_of(other)[:2])]
+        same = [index for index, entry in enumerate(self.entries) if entry.run == run]
+        exact = [index for index in same if self.entries[index].checkpoint == checkpoint]
+        self.current = next(iter([*exact, *same]), -1)
+
+    def open(self, index: int) -> Any:
+        """Create the sources of an entry; LabError if there is none, or if it cannot be played."""
+        if not 0 <= index < len(self.entries):
+            raise LabError(f"there are {len(self.entries)} checkpoints to choose from, and no number {index}")
+        entry = self.entries[index]
+        opened = self.open_entry(entry)
+        self.refresh(entry.run, entry.checkpoint)
+        return opened
+
+    def next_in_run(self) -> int:
+        """Return the index of the next checkpoint of the current run."""
+        if self.current < 0:
+            return 0
+        run = self.entries[self.current].run
+        same = [index for index, entry in enumerate(self.entries) if entry.run == run]
+        return same[(same.index(self.current) + 1) % len(same)]
+
+    def next_run(self) -> int:
+        """Return the index of the first entry of the next run."""
+        runs = list(dict.fromkeys(entry.run for entry in self.entries))
+        if self.current < 0 or not runs:
+            return 0
+        following = runs[(runs.index(self.entries[self.current].run) + 1) % len(runs)]
+        return next(index for index, entry in enumerate(self.entries) if entry.run == following)
+
+
+def run_name(run: Path) -> str:
+    """Return "2026-11-15/14-30-05", the folder with its parent."""
+    return "/".join(run.parts[-2:])
+
+
+def runs_near(run: Path, root: Path) -> list[Path]:
+    """Return the newest runs under `root` and beside a run, newest first."""
+    configs = {*root.glob("*/*/config.yaml"), *run.parent.glob("*/config.yaml")}
+    found = {}
+    for file in configs:
+        folder = file.parent.resolve()
+        try:
+            if not file.is_symlink() and any((folder / "checkpoints").glob("*.json")):
+                found[folder] = file.stat().st_mtime
+        except OSError:  # it was deleted
+            continue
+    return sorted(found, key=lambda folder: found[folder], reverse=True)[:MOST_RUNS]
+
+
+def entries_of(run: Path) -> list[Entry]:
+    """Return the last weights of a run, the best, and those of earlier steps."""
+    folder = RunFolder(run)
+    try:
+        task = str(read_json(folder.spec_file).get("name", ""))
+    except (LabError, OSError, ValueError, AttributeError):
+        task = ""
+    steps = sorted((file.stem for file in folder.checkpoints.glob("step_*.json")), reverse=True)
+    found = []
+    if steps:
+        found.append(Entry(run, "last", f"last, step {_step(steps[0]):,}", task))
+    try:
+        best = read_manifest(folder.checkpoints / "best.json")
+        score = best["info"].get("best_return")
+        words = f"best, step {best['step']:,}" + ("" if score is None else f" ({score:,.1f})")
+        found.append(Entry(run, "best", words, task))
+    except (LabError, OSError):  # no evaluation yet
+        pass
+    found += [Entry(run, name, f"step {_step(name):,}", task) for name in steps[1:]]
+    return found
+
+
+def _step(stem: str) -> int:
+    digits = stem.removeprefix("step_")
+    return int(digits) if digits.isdigit() else 0
