@@ -24,7 +24,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from rl_lab.errors import LabError
 from rl_lab.tools.play.commands import Command, parse_command
-from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, control_legend, show
+from rl_lab.tools.play.keyboard import CONTROLS, REPLAY_CONTROLS, DiscreteKeys, control_legend, show
 from rl_lab.tools.play.keymaps import pad_keys
 from rl_lab.tools.play.session import PlaySession
 
@@ -81,6 +81,7 @@ def legend(session: PlaySession) -> dict[str, Any]:
         "replay": [[show(key), text] for key, (_, _, text) in REPLAY_CONTROLS.items()],
         "replay_keys": sorted(REPLAY_CONTROLS),
         "pad": pad_keys(session.keymap),
+        "alternatives": isinstance(session.keymap, DiscreteKeys),  # the keys of a line do the same
     }
 
 

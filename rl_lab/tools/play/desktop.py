@@ -1,7 +1,8 @@
-"""Desktop window of a session with pygame, in one thread. F1 shows the keys, Escape closes it."""
+"""Desktop window of a session with pygame, in one thread. F1 shows the keys, Escape closes it. Gamepads press keys."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -10,14 +11,21 @@ import numpy as np
 
 from rl_lab.errors import LabError, MissingPackageError, install_line
 from rl_lab.tools.play.commands import Command
+from rl_lab.tools.play.frame import Panel, compose
 from rl_lab.tools.play.keyboard import control_legend, normalise
+from rl_lab.tools.play.keymaps import pad_keys
 from rl_lab.tools.play.session import PlaySession
 
 LINE = 30  # pixels of the status line
 NAMES = {
     **{"left": "ArrowLeft", "right": "ArrowRight", "up": "ArrowUp", "down": "ArrowDown", "space": " "},
     **{"return": "Enter", "enter": "Enter", "tab": "Tab", "page up": "PageUp", "page down": "PageDown"},
+    **{"backspace": "Backspace", "delete": "Delete", **{f"f{number}": f"F{number}" for number in range(2, 13)}},
 }
+# Buttons of a joystick in the order of an Xbox pad, as SDL numbers them: index -> name in `keymaps.pad_keys`.
+PAD_BUTTONS = ("a", "b", "x", "y", "lb", "rb", "select", "start")
+STICK = 0.5  # of the way, from which a stick presses a direction
+ARROWS = str.maketrans({"←": "<", "→": ">", "↑": "^", "↓": "v", "…": "-", "⌫": "Backspace"})  # not in pygame's font
 MAX_SLEEP = 0.02  # seconds between two reads of the keyboard
 
 
@@ -45,6 +53,10 @@ class Window:
             raise LabError(f"the window cannot be opened ({error}): use --web or --video") from error
         pygame.display.set_caption(title)
         self.font = pygame.font.Font(None, 22)
+        self._joysticks: dict[int, Any] = {}
+        self._pad_held: dict[str, str] = {}  # axis, cross or button -> key that it holds
+        with contextlib.suppress(pygame.error):  # no access to input devices
+            pygame.joystick.init()
 
     def run(self) -> None:
         """Run until the window is closed."""
@@ -71,13 +83,52 @@ class Window:
                 session.do(Command("key_up", self._name(event.key)))
             elif event.type == getattr(pygame, "WINDOWFOCUSLOST", None):
                 session.do(Command("release"))
+                self._pad_held.clear()
+            else:
+                self._read_joystick(event)
         return bool(events)
+
+    def _read_joystick(self, event: Any) -> None:
+        """Press and release keys for a joystick's buttons, cross and left stick."""
+        pygame = self.pygame
+        if event.type == pygame.JOYDEVICEADDED:
+            with contextlib.suppress(pygame.error):
+                joystick = pygame.joystick.Joystick(event.device_index)
+                self._joysticks[joystick.get_instance_id()] = joystick  # events come only while it is held
+        elif event.type == pygame.JOYDEVICEREMOVED:
+            self._joysticks.pop(event.instance_id, None)
+        elif event.type in (pygame.JOYBUTTONDOWN, pygame.JOYBUTTONUP):
+            name = PAD_BUTTONS[event.button] if event.button < len(PAD_BUTTONS) else ""
+            self._hold(f"button {event.button}", name if event.type == pygame.JOYBUTTONDOWN else "")
+        elif event.type == pygame.JOYHATMOTION:
+            x, y = event.value
+            self._hold("hat x", {1: "right", -1: "left"}.get(x, ""))
+            self._hold("hat y", {1: "up", -1: "down"}.get(y, ""))
+        elif event.type == pygame.JOYAXISMOTION and event.axis in (0, 1):
+            low, high = (("left", "right"), ("up", "down"))[event.axis]
+            direction = low if event.value < -STICK else high if event.value > STICK else ""
+            self._hold(f"axis {event.axis}", direction)
+
+    def _hold(self, part: str, name: str) -> None:
+        """A part of the joystick now presses the key of a direction or button; "": none."""
+        key = pad_keys(self.session.keymap).get(name, "")
+        before = self._pad_held.get(part, "")
+        if key == before:
+            return
+        if before:
+            self.session.do(Command("key_up", before))
+        if key:
+            self.session.do(Command("key_down", key))
+        self._pad_held[part] = key
 
     def draw(self) -> None:
         pygame, screen = self.pygame, self.screen
         screen.fill((13, 17, 23))
         width, height = screen.get_size()
-        self._draw_image(self.session.image(), width, height - LINE)
+        session = self.session
+        picks = [Panel(f"start {number}", pick.image) for number, pick in enumerate(session.picks, start=1)]
+        image = picker(picks) if picks else session.image()
+        self._draw_image(image, width, height - LINE)
         screen.blit(self.font.render(self._line(), True, (139, 151, 171)), (10, height - LINE + 7))
         if self.help:
             self._draw_help()
@@ -101,15 +152,18 @@ class Window:
 
     def _line(self) -> str:
         status = self.session.status()
-        who = "you" if status["control"] == "human" else "agent"
-        mode = {"both": "side by side"}.get(status["mode"], status["mode"])
-        parts = [f"{who} · {mode}", f"{status['speed']:.3g}/s"]
+        who = "you play" if status["control"] == "human" else "the agent plays"
+        mode = {"real": "real environment", "both": "side by side", "episodes": "recorded"}.get(
+            status["mode"], status["mode"]
+        )
+        parts = [mode] if status["mode"] == "episodes" else [f"{mode}, {who}"]
+        parts += [f"{status['speed']:.3g} steps/s"]
         parts += ["paused"] if status["paused"] else []
         parts += ["REC"] if status["recording"] else []
         if status["asking"]:
             parts.append("keep this episode? Y / N")
-        elif status["message"]:
-            parts.append(status["message"])
+        elif status["message"] or status["prompt"]:
+            parts.append((status["message"] or status["prompt"]).translate(ARROWS))
         return "   ".join([*parts, "F1 keys"])
 
     def _draw_help(self) -> None:
@@ -125,10 +179,15 @@ class Window:
         for index, (keys, text) in enumerate(rows):
             column, row = divmod(index, 14)
             x, y = 20 + 330 * column, 16 + 23 * row
-            # pygame's default font has no arrows
-            plain = keys.translate(str.maketrans("←→↑↓…", "<>^v-"))
-            self.screen.blit(self.font.render(plain, True, (232, 237, 245)), (x, y))
+            self.screen.blit(self.font.render(keys.translate(ARROWS), True, (232, 237, 245)), (x, y))
             self.screen.blit(self.font.render(text, True, (139, 151, 171)), (x + 110, y))
+
+
+def picker(panels: list[Panel], columns: int = 4) -> np.ndarray:
+    """Return (H, W, 3) uint8: the start states to choose among, in rows."""
+    rows = [compose(panels[at : at + columns]) for at in range(0, len(panels), columns)]
+    width = max(row.shape[1] for row in rows)
+    return np.concatenate([np.pad(row, [(0, 0), (0, width - row.shape[1]), (0, 0)]) for row in rows])
 
 
 def check_driver(driver: str) -> None:

@@ -102,7 +102,7 @@ def vector_image(values: np.ndarray, names: Sequence[str] = (), width: int = 480
     scaled = np.nan_to_num(_on_scale(values), nan=0.0)
     if len(values) > BARS:
         return _cells(scaled, len(values))
-    line, top = 32 if len(values) <= 10 else 20, 22
+    line, top = 32 if len(values) <= 10 else 20, 30
     image, draw = _canvas(width, top + line * len(values) + 8)
     font, small = _font(15), _font(12)
     labels = list(names) if len(names) == len(values) else [str(index) for index in range(len(values))]
@@ -111,8 +111,8 @@ def vector_image(values: np.ndarray, names: Sequence[str] = (), width: int = 480
     middle, half = (left + 8 + right) // 2, (right - left - 8) // 2
     for tick in (-10, -1, 0, 1, 10):
         x = middle + int(_on_scale(np.float32(tick)) * half)
-        draw.line((x, top - 4, x, image.height - 6), fill=DIM if tick == 0 else TICK)
-        draw.text((x, 8), str(tick), fill=DIM, font=small, anchor="mm")
+        draw.line((x, top - 5, x, image.height - 6), fill=DIM if tick == 0 else TICK)
+        draw.text((x, 14), str(tick), fill=DIM, font=small, anchor="mm")
     for index, (label, value, share) in enumerate(zip(labels, values, scaled)):
         y = top + line * index + line // 2
         end = middle + int(share * half)
