@@ -416,3 +416,18 @@ class Hangs(Base):
         elif self.count == self.at:
             ctypes.PyDLL(None).sleep(10_000)
         return super().step(action)
+
+
+class NamedActions(gymnasium.Env):
+    """Says what its actions are called."""
+
+    metadata = {"render_modes": [], "action_names": ["jump", "duck"]}  # noqa: RUF012 (as in Gymnasium)
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}

@@ -20,12 +20,18 @@ LINE = 30  # pixels of the status line
 NAMES = {
     **{"left": "ArrowLeft", "right": "ArrowRight", "up": "ArrowUp", "down": "ArrowDown", "space": " "},
     **{"return": "Enter", "enter": "Enter", "tab": "Tab", "page up": "PageUp", "page down": "PageDown"},
-    **{"backspace": "Backspace", "delete": "Delete", **{f"f{number}": f"F{number}" for number in range(2, 13)}},
+    **{
+        "backspace": "Backspace",
+        "delete": "Delete",
+        **{f"f{number}": f"F{number}" for number in range(2, 13)},
+    },
 }
 # Buttons of a joystick in the order of an Xbox pad, as SDL numbers them: index -> name in `keymaps.pad_keys`.
 PAD_BUTTONS = ("a", "b", "x", "y", "lb", "rb", "select", "start")
 STICK = 0.5  # of the way, from which a stick presses a direction
-ARROWS = str.maketrans({"←": "<", "→": ">", "↑": "^", "↓": "v", "…": "-", "⌫": "Backspace"})  # not in pygame's font
+ARROWS = str.maketrans(
+    {"←": "<", "→": ">", "↑": "^", "↓": "v", "…": "-", "⌫": "Backspace"}
+)  # not in pygame's font
 MAX_SLEEP = 0.02  # seconds between two reads of the keyboard
 
 

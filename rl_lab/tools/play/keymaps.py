@@ -285,6 +285,7 @@ def pad_keys(keymap: Keymap) -> dict[str, str]:
     if not moves:  # numbered actions without arrows
         taken = set()
     rest = sorted(
-        (key for key in known if key not in taken), key=lambda key: (key != " ", not key.isalpha(), key)
+        (key for key in known if key not in taken),
+        key=lambda key: (key != " ", len(key) > 1, not key.isalpha(), key),
     )
     return {**moves, **dict(zip(PAD_BUTTONS, rest)), **PAD_CONTROLS}

@@ -36,7 +36,7 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def address(trained: Path) -> Iterator[str]:
     """`rl-lab play RUN -w --web`, as a person starts it."""
     run = os.environ.get("RL_LAB_PLAY_RUN", str(trained))
@@ -60,7 +60,8 @@ def address(trained: Path) -> Iterator[str]:
     watch.start()
     try:
         assert server.stdout is not None
-        found = re.search(r"http://\S+", server.stdout.readline())
+        lines = iter(server.stdout.readline, "")
+        found = next((match for line in lines if (match := re.search(r"http://\S+", line))), None)
         watch.cancel()
         assert found is not None, "the server printed no URL: see the captured stderr"
         yield found[0]
@@ -122,6 +123,132 @@ def test_browser_play_and_recording(browser: Any, address: str, tmp_path: Path):
     other.wait_for_function("() => document.body.dataset.steers === 'true'")
     other.close()
     assert problems == []
+
+
+READY = "() => document.body.dataset.steers === 'true' && document.querySelector('canvas.view')"
+SIZES = ((1280, 800), (390, 844))
+OVERFLOW = """() => [
+  document.documentElement.scrollWidth - innerWidth,
+  ...[...document.querySelectorAll('.tile strong, .tile span, .dock button')].map(e => e.scrollWidth - e.clientWidth - 2),
+  ...[...document.querySelectorAll('canvas.view')].map(c => Math.abs(c.width / c.height - c.clientWidth / c.clientHeight) - 0.05),
+]"""
+# A gamepad of the standard mapping, which the test presses: pad(buttons, axes).
+GAMEPAD = """
+window.held = {buttons: [], axes: [0, 0]};
+window.pad = (buttons, axes) => { window.held = {buttons, axes}; };
+navigator.getGamepads = () => [{
+  axes: window.held.axes, buttons: Array.from({length: 17}, (_, i) => ({pressed: window.held.buttons.includes(i)})),
+}];
+"""
+
+
+@pytest.fixture
+def open_page(browser: Any, address: str) -> Iterator[Any]:
+    """open_page(width, height, **options) -> a page with a new dream that the user plays, and the list of its errors."""
+    contexts = []
+
+    def opened(width: int, height: int, script: str = "", **options: Any) -> tuple[Any, list[str]]:
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}, **options))
+        page = contexts[-1].new_page()
+        problems = listened(page)
+        if script:
+            page.add_init_script(script)
+        begin(page, address)
+        return page, problems
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def listened(page: Any) -> list[str]:
+    """Return the list that collects the errors of a page."""
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    return problems
+
+
+def begin(page: Any, address: str) -> None:
+    """Open the page with a new dream that the user plays, whatever the test before left."""
+    page.goto(address)
+    page.wait_for_function(READY)
+    page.locator("#control [data-value=human]").click()
+    page.locator("#modes [data-value=dream]").click()
+    page.wait_for_function(
+        "() => document.body.dataset.mode === 'dream' && document.body.dataset.control === 'human'"
+    )
+    page.locator("[data-do=reset]").click()
+    page.wait_for_function("() => document.body.dataset.step === '0'")
+
+
+def test_touch_on_a_phone_rewinds_chooses_a_start_and_downloads_a_gif(open_page: Any, tmp_path: Path):
+    page, problems = open_page(390, 844, has_touch=True, is_mobile=True, color_scheme="light")
+    for step in range(6):
+        page.locator("#keys kbd[data-key=ArrowUp]").tap()
+        page.wait_for_function("done => +document.body.dataset.step > done", arg=step, timeout=30_000)
+    keep(page, tmp_path, "play_phone.png")
+    page.locator("#past").evaluate("e => { e.value = 2; e.dispatchEvent(new Event('input')); }")
+    page.wait_for_function("() => +document.body.dataset.step === 2")
+    page.locator("#past").dispatch_event("change")
+    last = number(page, "last")
+    assert last >= 6
+    page.locator("#keys kbd[data-key=ArrowRight]").tap()
+    page.wait_for_function("() => +document.body.dataset.branches === 1 && +document.body.dataset.step === 3")
+    page.locator("#dreambar [data-do=starts]").tap()
+    page.wait_for_function("() => document.querySelectorAll('#picks img').length === 8")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#picks img')].every(i => i.naturalWidth > 0)"
+    )
+    keep(page, tmp_path, "play_starts_phone.png")
+    page.locator("#picks button").nth(3).tap()
+    page.wait_for_function("() => document.body.dataset.picks === '0' && document.body.dataset.step === '0'")
+    for _ in range(3):
+        page.locator("#keys kbd[data-key=ArrowUp]").tap()
+    page.wait_for_function("() => +document.body.dataset.step >= 3")
+    with page.expect_download() as download:
+        page.locator("#gif").tap()
+    assert download.value.suggested_filename.endswith(".gif")
+    clip = tmp_path / "clip.gif"
+    download.value.save_as(clip)
+    assert len(read_video(clip)) >= 9
+    page.wait_for_function(
+        "() => document.querySelector('#still').naturalWidth > 0"
+    )  # shown on the page, too
+    assert page.locator("#temperature").is_visible() and not page.locator("#dreamy").is_visible()
+    assert problems == []
+
+
+def test_gamepad_plays_in_the_browser(open_page: Any):
+    page, problems = open_page(1280, 800, GAMEPAD)
+    for step, (buttons, axes) in enumerate(([[12], [0, 0]], [[], [0.9, 0.1]], [[0], [0, 0]])):
+        page.evaluate("([buttons, axes]) => pad(buttons, axes)", [buttons, axes])
+        page.wait_for_function("done => +document.body.dataset.step > done", arg=step, timeout=30_000)
+        page.evaluate("() => pad([], [0, 0])")
+        page.wait_for_timeout(100)
+    step = number(page, "step")
+    page.evaluate("() => pad([4], [0, 0])")  # left shoulder: back a step
+    page.wait_for_function("before => +document.body.dataset.step < before", arg=step)
+    assert page.locator("#pad").is_visible()
+    assert problems == []
+
+
+def test_page_fits_wide_and_narrow_light_and_dark(open_page: Any, tmp_path: Path):
+    for width, height in SIZES:
+        for scheme in ("light", "dark"):
+            page, problems = open_page(width, height, color_scheme=scheme)
+            page.keyboard.press("ArrowUp")
+            page.wait_for_function("() => document.querySelectorAll('.tile').length >= 7")
+            for mode in ("dream", "both"):
+                page.locator(f"#modes [data-value={mode}]").click()
+                page.wait_for_function("mode => document.body.dataset.mode === mode", arg=mode)
+                page.wait_for_timeout(300)
+                assert max(page.evaluate(OVERFLOW)) <= 0, (width, scheme, mode, page.evaluate(OVERFLOW))
+            keep(page, tmp_path, f"play_{width}_{scheme}.png")
+            page.locator("#modes [data-value=dream]").click()
+            page.wait_for_function("() => document.body.dataset.mode === 'dream'")
+            page.close()
+            assert problems == []
 
 
 def keep(page: Any, folder: Path, name: str) -> None:

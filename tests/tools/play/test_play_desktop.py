@@ -60,6 +60,57 @@ def test_window_draws_and_passes_keys(make_session: Callable[..., PlaySession], 
         window.close()
 
 
+def test_gamepad_and_start_states_in_the_window(make_session: Callable[..., PlaySession], monkeypatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    from rl_lab.tools.play.desktop import Window
+
+    session = make_session(mode="dream", control="human", ends=None)
+    window = Window(session, "test")
+
+    def joystick(kind: int, **fields: object) -> None:
+        pygame.event.post(pygame.event.Event(kind, **fields))
+        window.read_events()
+
+    try:
+        pygame.event.clear()
+        for value in (0.2, 0.9, 1.0, 0.1):  # one push of the stick
+            joystick(pygame.JOYAXISMOTION, axis=0, value=value, instance_id=0)
+        assert session.step == 1 and session.keymap.name(session.current.action) == "one"
+        joystick(pygame.JOYHATMOTION, value=(0, 1), hat=0, instance_id=0)
+        joystick(pygame.JOYHATMOTION, value=(0, 0), hat=0, instance_id=0)
+        assert session.step == 2 and session.keymap.name(session.current.action) == "two"
+        joystick(pygame.JOYBUTTONDOWN, button=4, instance_id=0)  # left shoulder: back a step
+        joystick(pygame.JOYBUTTONUP, button=4, instance_id=0)
+        assert session.step == 1
+        joystick(pygame.JOYBUTTONDOWN, button=30, instance_id=0)  # unknown: nothing
+        assert session.step == 1
+        before = window.screen.copy()
+        tap(pygame.K_SLASH)
+        window.read_events()
+        window.draw()
+        assert session.picks and before.get_buffer().raw != window.screen.get_buffer().raw
+        tap(pygame.K_3)
+        tap(pygame.K_BACKQUOTE)
+        window.read_events()
+        assert not session.picks and session.step == 0 and session.recordings.files[0].suffix == ".gif"
+    finally:
+        window.close()
+
+
+def test_footer_says_things_once(make_session: Callable[..., PlaySession], monkeypatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    from rl_lab.tools.play.desktop import Window
+
+    window = Window(make_session(), "test")
+    try:
+        assert window._line() == "real environment, the agent plays   15 steps/s   F1 keys"
+        tap(pygame.K_m)
+        window.read_events()
+        assert "real environment, you play" in window._line()
+    finally:
+        window.close()
+
+
 def test_display_without_a_server_is_refused(make_session: Callable[..., PlaySession], monkeypatch):
     """SDL would fall back to its offscreen driver, and play would run unseen until it is killed."""
     from rl_lab.tools.play.desktop import Window, check_driver

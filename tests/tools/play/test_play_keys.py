@@ -19,6 +19,7 @@ from rl_lab.tools.play.keymaps import (
     JoystickKeys,
     joystick_name,
     keymap_for,
+    pad_keys,
 )
 
 
@@ -179,3 +180,73 @@ def test_taps_and_held_keys():
     assert board.due(1.0 + REPEAT_AFTER) == ["b"]
     board.clear()
     assert board.held() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "held", "shown"),
+    [
+        ("dummy/catch", discrete(3), "ArrowLeft", "left"),
+        ("dummy/bounce", discrete(3), "ArrowRight", "right"),
+        ("FrozenLake-v1", discrete(4), "ArrowUp", "up"),
+        ("CliffWalking-v1", discrete(4), "ArrowUp", "up"),
+        ("Taxi-v3", discrete(6), "p", "pick up"),
+        ("Pendulum-v1", continuous((-2, 2)), "ArrowRight", "torque +1.00"),
+        ("my_env:Mine", discrete(3), "1", "action 1"),
+    ],
+)
+def test_actions_have_names(name: str, action: ActionSpec, held: str, shown: str):
+    keys = keymap_for(spec(name, action))
+    assert keys.name(keys.action([held])) == shown
+
+
+def test_own_environment_names_its_actions():
+    """`metadata["action_names"]`, or DMC's actuators, reach the keymap through the environment."""
+    import rl_lab
+    from tests.environments.sample_envs import NamedActions
+
+    with rl_lab.make_env(NamedActions) as env:
+        names = env.action_names()
+    assert names == ["jump", "duck"]
+    keys = keymap_for(spec("sample_envs:NamedActions", discrete(2)), names)
+    assert keys.name(np.asarray(1)) == "duck"
+    assert keymap_for(spec("x", discrete(3)), names).name(np.asarray(1)) == "action 1"  # of another number
+    with rl_lab.make_env("CartPole-v1", num_envs=2, workers=1) as env:
+        assert env.action_names() == []
+
+
+def test_dmc_actuators_are_named():
+    pytest.importorskip("dm_control")
+    import rl_lab
+
+    with rl_lab.make_env("dmc/cartpole_swingup") as env:
+        assert env.action_names() == ["slide"]
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "expected"),
+    [
+        ("CartPole-v1", discrete(2), {"left": "ArrowLeft", "right": "ArrowRight"}),
+        ("minigrid/Empty-5x5", discrete(7), {"left": "ArrowLeft", "up": "ArrowUp", "a": " "}),
+        ("crafter/reward", discrete(17), {"down": "ArrowDown", "a": " ", "b": "f"}),
+        ("carracing/continuous", continuous((-1, 1), (0, 1), (0, 1)), {"left": "ArrowLeft", "a": " "}),
+        ("x", discrete(6), {"a": "0", "b": "1"}),
+    ],
+)
+def test_gamepad_presses_keys(name: str, action: ActionSpec, expected: dict[str, str]):
+    keys = keymap_for(spec(name, action))
+    pad = pad_keys(keys)
+    assert expected.items() <= pad.items()
+    known = {*keys.known_keys(), *CONTROLS}
+    assert set(pad.values()) <= known and pad["start"] == "Enter"
+    assert len(set(pad.values())) == len(pad)
+
+
+def test_gamepad_of_an_atari_game_moves_without_fire():
+    pad = pad_keys(JoystickKeys(FULL))
+    assert (pad["left"], pad["up"], pad["a"]) == ("a", "w", " ")
+
+
+def test_hint_names_arrows_first():
+    assert keymap_for(spec("CartPole-v1", discrete(2))).main_keys() == ["ArrowLeft", "ArrowRight"]
+    assert JoystickKeys(FULL).main_keys()[0] == "w"
+    assert generic_keys(ActionSpec("multi_discrete", (2,), (4, 3))).main_keys() == ["1", "q"]
