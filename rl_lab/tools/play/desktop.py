@@ -54,7 +54,11 @@ class Window:
             check_driver(pygame.display.get_driver())
             pygame.font.init()
             height, width = session.image().shape[:2]
-            self.screen = pygame.display.set_mode((max(width, 480), height + LINE), pygame.RESIZABLE)
+            info = pygame.display.Info()
+            most = max(480, int(0.95 * info.current_w)), max(320, int(0.9 * info.current_h))
+            share = min(1.0, most[0] / width, (most[1] - LINE) / height)
+            size = max(int(width * share), 480), int(height * share) + LINE
+            self.screen = pygame.display.set_mode(size, pygame.RESIZABLE)
         except pygame.error as error:
             raise LabError(f"the window cannot be opened ({error}): use --web or --video") from error
         pygame.display.set_caption(title)

@@ -22,7 +22,7 @@ CONTROLS: dict[str, tuple[str, object, str]] = {
     "n": ("step_once", None, "one step"),
     "m": ("control", None, "you / agent"),
     "v": ("mode", None, "real / dream / side by side"),
-    "b": ("wait", None, "wait for keys"),
+    "b": ("wait", None, "step by key"),
     "-": ("faster", -1, "slower"),
     "=": ("faster", 1, "faster"),
     "[": ("longer", -1, "shorter dreams"),

@@ -1,6 +1,9 @@
 """A real browser opens the page: Debian's Chromium, driven by Playwright.
 
-RL_LAB_PICTURES=docs/images keeps its screenshots, RL_LAB_PLAY_RUN=RUN takes them of a better model.
+The pictures of docs/howto/play.md are those of a CartPole run:
+
+    RL_LAB_PICTURES=$PWD/docs/images RL_LAB_PLAY_RUN=RUN pytest tests/tools/play/test_play_desktop.py \
+        tests/tools/play/test_play_browser.py::test_browser_play_and_recording
 """
 
 from __future__ import annotations
@@ -85,9 +88,11 @@ def test_browser_play_and_recording(browser: Any, address: str, tmp_path: Path):
         "() => document.body.dataset.steers === 'true' && document.querySelector('canvas.view')"
     )
     assert page.get_attribute("body", "data-mode") == "dream"
-    # 50 steps in the dream, by keyboard: forward, and a turn now and then
+    # 50 steps in the dream, by keyboard: forward, and a turn now and then; or to both sides in turn
+    shown = page.eval_on_selector_all("#keys kbd", "caps => caps.map(cap => cap.dataset.key)")
+    keys = ("ArrowUp", "ArrowUp", "ArrowRight") if "ArrowUp" in shown else ("ArrowRight", "ArrowLeft")
     for step in range(50):
-        page.keyboard.press("ArrowRight" if step % 7 == 3 else "ArrowUp")
+        page.keyboard.press(keys[step % len(keys)])
         page.wait_for_function("done => +document.body.dataset.step > done", arg=step, timeout=30_000)
     assert number(page, "step") >= 50  # a key held for long repeats, and on a busy machine a press is long
     keep(page, tmp_path, "play_dream.png")

@@ -134,8 +134,8 @@ def type_keys(window):
     def tap(key):
         for kind in (pygame.KEYDOWN, pygame.KEYUP):
             pygame.event.post(pygame.event.Event(kind, key=key))
-    for _ in range(10):
-        tap(pygame.K_RIGHT)
+    for step in range(10):
+        tap((pygame.K_RIGHT, pygame.K_LEFT)[step % 2])
         time.sleep(0.05)
     while window.session.step < 10:
         time.sleep(0.05)
