@@ -93,7 +93,8 @@ def serving(run: str) -> Iterator[int]:
     )
     try:
         assert server.stdout is not None
-        found = re.search(r"http://[^/]*:(\d+)/", server.stdout.readline())
+        lines = iter(server.stdout.readline, "")  # the weights are named before the address
+        found = next((match for line in lines if (match := re.search(r"http://[^/]*:(\d+)/", line))), None)
         if found is None:
             raise RuntimeError("rl-lab play did not start")
         yield int(found[1])

@@ -32,7 +32,7 @@ from rl_lab.tools.play.session import PlaySession
 
 # The server sends frames (binary) and status (JSON); the page sends requests (JSON). A frame is a
 # little-endian uint32 n, n bytes of JSON {"panels": [{title, width, height, type, bytes}], "header": [[name,
-# value], …], "step", "ack", "done", "numbers"}, then the encoded images.
+# value], …], "step", "ack", "done", "dream", "numbers"}, then the encoded images.
 
 SMALL = 128 * 128  # pixels; images up to this size are sent as PNG
 LARGEST_MESSAGE = 4096  # bytes of a request
@@ -54,6 +54,7 @@ def encode_frame(session: PlaySession) -> bytes:
         "step": session.step,
         "ack": session.acknowledged,
         "done": frame.done,
+        "dream": session.dream_status(),
         "numbers": {name: value for name, value in values.items() if math.isfinite(value)},
     }
     text = json.dumps(head, separators=(",", ":")).encode()
@@ -319,7 +320,7 @@ class Clients:
         """Publish a new frame; called in the session thread, which alone may read the session."""
         frame = encode_frame(session)
         status: dict[str, Any] | None = None
-        if session.changes != self._sent_changes or session.mode in ("dream", "episodes"):
+        if session.changes != self._sent_changes or session.mode == "episodes":
             self._sent_changes = session.changes
             status = self._session_status()
         self._call(lambda: self._publish(frame, status))

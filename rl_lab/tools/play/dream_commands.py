@@ -156,7 +156,7 @@ class DreamCommands:
         self.recordings.begin_episode(fps=self.fps, label="dream")
         self._set_frame(frame)
 
-    def _dream_status(self) -> dict[str, Any] | None:
+    def dream_status(self) -> dict[str, Any] | None:
         if self.mode != "dream":
             return None
         history = self.history

@@ -19,11 +19,8 @@ from rl_lab.utils.files import write_atomic
 from rl_lab.utils.media import gif, save_video
 
 MOST_KEPT = 900  # frames kept in memory for a GIF
-CLIP_FRAMES, CLIP_BYTES, CLIP_SIDE = (
-    600,
-    128 * 1024**2,
-    200,
-)  # kept for `Clip`: steps, memory, pixels of a panel
+# Kept for a GIF of the last seconds: steps, bytes of images, and the longest side of a panel in pixels.
+CLIP_FRAMES, CLIP_BYTES, CLIP_SIDE = 600, 128 * 1024**2, 300
 
 
 class VideoWriter:

@@ -268,7 +268,7 @@ class PlaySession(DreamCommands):
             "files": [file.name for file in self.recordings.files],
             "message": self.message,
             "episodes": self.episodes.status() if self.mode == "episodes" and self.episodes else None,
-            "dream": self._dream_status(),
+            "dream": self.dream_status(),
             "temperature": self.temperature,
             "prompt": self.prompt(),
             "starts": self._starts_status(),
