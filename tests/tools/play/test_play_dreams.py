@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import rl_lab
 from rl_lab.environments.state_rendering import state_names
 from rl_lab.environments.world_model_env import ImaginedEpisodes
 from rl_lab.errors import LabError
@@ -329,6 +330,47 @@ def test_clip_keeps_one_layout_within_its_memory(tmp_path: Path, monkeypatch):
     for _ in range(9):
         clip.add([large], [])
     assert len(clip) == 3
+
+
+# --- Pictures of states ---
+
+
+def test_dream_of_cartpole_is_drawn_by_its_renderer(tmp_path: Path):
+    pytest.importorskip("pygame")
+    from rl_lab.agent import load_agent
+    from rl_lab.run_folder import RunFolder
+
+    run = tmp_path / "outputs" / "2026-11-16" / "cartpole"
+    quiet = ["logging.progress=off", "logging.tensorboard=false", "training.total_timesteps=40"]
+    rl_lab.train(None, ["debug=tiny", *quiet, f"run_dir={run}"], say=lambda text: None)
+    args = parsed(str(run), "-w", "--device", "cpu", "--seed", "1", "--ends", "never", "--context", "3")
+    session = build_session(load_agent(run), RunFolder(run), args, options_from(args))
+    try:
+        (dream,) = session.panels()
+        assert dream.title == "dream" and dream.image.shape == (400, 600, 3)
+        press(session, "'")
+        assert [panel.title for panel in session.panels()] == ["start", "dream", "dream values"]
+        start, _, values = (panel.image for panel in session.panels())
+        assert np.array_equal(start, session.real.rendered())  # the same state in the environment itself
+        assert values.shape[1] == 480
+        session.do(Command("mode", "both"))
+        assert [panel.title for panel in session.panels()] == ["real", "dream", "dream minus real"]
+        session.do(Command("mode", "real"))
+        assert session.panels()[1].title == "model input"
+        press(session, "ArrowLeft")
+        assert fields(session)["action"] == "left" and "← → to play" in session.prompt()
+    finally:
+        session.close()
+
+
+def test_state_without_a_renderer_is_shown_as_bars_beside_the_environment(make_session: Make):
+    session = make_session(mode="both", last=60)
+    real, both = session.real, session.both
+    vector = {"vector": np.array([0.5, -2.0], np.float32)}
+    real.observation = lambda: vector  # type: ignore[method-assign]
+    both._predicted = {"vector": np.array([1.5, -2.0], np.float32)}
+    titles = [panel.title for panel in both.panels(True)]
+    assert titles == ["real", "real values", "dream values", "dream minus real"]
 
 
 # --- Bars ---
