@@ -30,7 +30,7 @@ NAMES = {
 PAD_BUTTONS = ("a", "b", "x", "y", "lb", "rb", "select", "start")
 STICK = 0.5  # of the way, from which a stick presses a direction
 ARROWS = str.maketrans(
-    {"←": "<", "→": ">", "↑": "^", "↓": "v", "…": "-", "⌫": "Backspace"}
+    {"←": "<", "→": ">", "↑": "^", "↓": "v", "…": "-", "⌫": "Bksp"}
 )  # not in pygame's font
 MAX_SLEEP = 0.02  # seconds between two reads of the keyboard
 
@@ -139,7 +139,11 @@ class Window:
         picks = [Panel(f"start {number}", pick.image) for number, pick in enumerate(session.picks, start=1)]
         image = picker(picks) if picks else session.image()
         self._draw_image(image, width, height - LINE)
-        screen.blit(self.font.render(self._line(), True, (139, 151, 171)), (10, height - LINE + 7))
+        hint = self.font.render("F1 keys", True, (139, 151, 171))
+        line = self.font.render(self._line(), True, (139, 151, 171))
+        space = max(0, width - hint.get_width() - 30)
+        screen.blit(line, (10, height - LINE + 7), (0, 0, space, LINE))
+        screen.blit(hint, (width - hint.get_width() - 10, height - LINE + 7))
         if self.help:
             self._draw_help()
         pygame.display.flip()
@@ -174,7 +178,7 @@ class Window:
             parts.append("keep this episode? Y / N")
         elif status["message"] or status["prompt"]:
             parts.append((status["message"] or status["prompt"]).translate(ARROWS))
-        return "   ".join([*parts, "F1 keys"])
+        return "   ".join(parts)
 
     def _draw_help(self) -> None:
         rows = [
@@ -188,9 +192,9 @@ class Window:
         self.screen.blit(shade, (0, 0))
         for index, (keys, text) in enumerate(rows):
             column, row = divmod(index, 14)
-            x, y = 20 + 330 * column, 16 + 23 * row
+            x, y = 14 + 300 * column, 16 + 23 * row
             self.screen.blit(self.font.render(keys.translate(ARROWS), True, (232, 237, 245)), (x, y))
-            self.screen.blit(self.font.render(text, True, (139, 151, 171)), (x + 110, y))
+            self.screen.blit(self.font.render(text, True, (139, 151, 171)), (x + 96, y))
 
 
 def picker(panels: list[Panel], columns: int = 4) -> np.ndarray:

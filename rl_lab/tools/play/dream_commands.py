@@ -34,6 +34,7 @@ class DreamCommands:
     step: int
     episode_return: float | None
     paused: bool
+    paused_by_rewind: bool  # until the next episode, dream or mode
     picks: list[StartPicture]  # start states to choose among; empty: none are shown
     pick_kind: str
     rounds: int  # of start states, so that a page can tell their pictures apart
@@ -72,8 +73,8 @@ class DreamCommands:
         self.recordings.cut()
         self._after_frame(past.frame)
         self.keyboard.clear()
-        if not self.waits_for_keys:
-            self.paused = True
+        if not self.waits_for_keys and not self.paused:
+            self.paused = self.paused_by_rewind = True
         behind = f"step {past.step} of {self.history.last}: "
         go_on = "the next key continues from here" if self.waits_for_keys else "resume continues from here"
         self._changed(behind + go_on if self.history.position < len(self.history) - 1 else "")

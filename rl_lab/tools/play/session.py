@@ -96,7 +96,7 @@ class PlaySession(DreamCommands):
         self.fps = options.fps
         self.parts = options.parts
         self.show_header = options.header
-        self.paused = False
+        self.paused = self.paused_by_rewind = False
         self.message = ""
         self.changes = 0  # incremented whenever `status()` may have changed
         self.acknowledged = 0  # highest id of a command whose effect is visible
@@ -191,6 +191,8 @@ class PlaySession(DreamCommands):
         self._show_frame(frame)
         if frame.is_first:
             self.step, self.episode_return = 0, 0.0
+            if self.paused_by_rewind:
+                self.paused = self.paused_by_rewind = False
         else:
             self.step += 1
             self.episode_return = (self.episode_return or 0.0) + frame.reward
@@ -340,6 +342,7 @@ class PlaySession(DreamCommands):
 
     def _do_pause(self, paused: bool | None) -> None:
         self.paused = not self.paused if paused is None else paused
+        self.paused_by_rewind = False
         self._changed("paused" if self.paused else "")
 
     def _do_step_once(self, _: None) -> None:

@@ -103,7 +103,7 @@ def test_footer_says_things_once(make_session: Callable[..., PlaySession], monke
 
     window = Window(make_session(), "test")
     try:
-        assert window._line() == "real environment, the agent plays   15 steps/s   F1 keys"
+        assert window._line() == "real environment, the agent plays   15 steps/s"
         tap(pygame.K_m)
         window.read_events()
         assert "real environment, you play" in window._line()

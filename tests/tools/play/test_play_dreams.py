@@ -93,6 +93,12 @@ def test_ended_dream_can_be_rewound_and_timed_play_pauses(make_session: Make, cl
     session.do(Command("pause", False))
     session.advance()
     assert session.step == 3 and not session.current.done  # nothing held: it stays at five
+    press(session, "Backspace")
+    press(session, "Enter")
+    assert not session.paused  # a new dream runs
+    session.do(Command("pause", True))
+    press(session, "Enter")
+    assert session.paused  # unless it was paused by hand
 
 
 def test_only_dreams_are_rewound(make_session: Make):
