@@ -216,6 +216,9 @@ def load_agent(
 ) -> Agent:
     """Load the agent of a run: its folder, or a checkpoint file in it; None: the newest run in ./outputs.
 
+    run may also be an exported agent: its folder, its address on a hub ("hf://owner/name", "hf://owner/name@revision")
+    or one that comes with RL Lab ("example://bounce").
+
     checkpoint: "last" (or "latest"), "best", a step number, a file name under checkpoints/, or a path.
     trust:      build parts that are not registered, such as own classes, also of a run that was not made here
                 (SECURITY.md)
@@ -328,6 +331,8 @@ def checkpoint_path(folder: RunFolder, name: str) -> Path:
 
     A relative path starts at the current folder or, if there is no such file, at the run folder.
     """
+    if folder.exported:
+        return folder.weights  # an exported agent has one set of weights
     if name in ("last", "latest"):
         return folder.checkpoints  # the newest intact one
     stem = f"step_{int(name):09d}" if name.isdigit() else name.removesuffix(".pt")

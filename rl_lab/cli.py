@@ -34,6 +34,14 @@ VERBS = {
         "store episodes of an agent, an expert, the random policy or a person as a data set",
     ),
     "data": ("rl_lab.tools.data", "describe, convert or check a data set: rl-lab data info PATH"),
+    "export": (
+        "rl_lab.tools.export.command",
+        "write an agent as a folder to take away: weights, config, card; --onnx: as an ONNX model",
+    ),
+    "push": (
+        "rl_lab.tools.export.push",
+        "send an exported agent to the Hugging Face Hub: rl-lab push DIR owner/name",
+    ),
     "bench": ("rl_lab.tools.bench", "run a benchmark: rl-lab bench loop"),
     "list": ("rl_lab.tools.listing", "list experiments, workflows, components, environments and sizes"),
     "doctor": (

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 LONGEST_ERROR = 20_000  # characters of one error in error.txt
-KAGGLE_ROOT = Path("/kaggle/working")
 MEDIA = ("episodes/train", "episodes/test", "episodes/imagination", "reconstructions", "recordings")
 # Entries that `create` writes before config.yaml.
 BEFORE_CONFIG = {
@@ -54,6 +53,7 @@ BEFORE_CONFIG = {
 
 
 SIGNATURE = "signature.json"  # see config/trust.py
+WEIGHTS = "agent.safetensors"  # of an exported agent, which is a run folder without checkpoints
 
 # Any Python can start it: the one that trained the run, if it is still there, evaluates.
 EVAL_SCRIPT = '''#!/usr/bin/env python3
@@ -75,6 +75,7 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().resolve()
         self._output: RunFolder | None = None
+        self.borrowed = False  # found by an address: files are written elsewhere
         self.trusted = False  # whether its config was made here, or the user trusts it; set by `load_config`
         self._written: list[Path] = []  # files that `create` wrote
         self._made: list[Path] = []  # folders that this process created, parents first
@@ -96,6 +97,16 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def weights(self) -> Path:
+        """The weights of an exported agent."""
+        return self.path / WEIGHTS
+
+    @property
+    def exported(self) -> bool:
+        """Whether this is an agent of `rl-lab export`: weights, but no checkpoints."""
+        return self.weights.is_file() and not self.checkpoints.is_dir()
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -112,13 +123,15 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def output(self, say: Callable[[str], None] | None = None) -> RunFolder:
-        """Return where `eval`, `report` and `play` write: this folder, or another one if it is read-only.
+        """Return where `eval`, `report` and `play` write: this folder, or another one if it is read-only or borrowed.
 
         The other one is ./<name>-output, or a new folder for temporary files; `say` is told (None: stderr).
         """
         if self._output is None:
             self._output = self
-            if not _can_write(self.path):
+            if self.borrowed:
+                self._output = RunFolder(_other_folder(f"{self.path.name}-output", self.path))
+            elif not _can_write(self.path):
                 self._output = RunFolder(_other_folder(f"{self.path.name}-output", self.path))
                 (say or _to_stderr)(f"{self.path} is read-only: files are written to {self._output.path}")
         return self._output
@@ -340,12 +353,13 @@ def _to_stderr(text: str) -> None:
 
 
 def output_root(configured: str | None) -> Path:
-    """Return the parent folder of all runs: as configured, a persistent folder on Kaggle, else ./outputs."""
+    """Return the parent folder of all runs: as configured, a persistent one on Kaggle or Colab, else ./outputs."""
     if configured:
         return Path(configured).expanduser()
-    if KAGGLE_ROOT.is_dir():
-        return KAGGLE_ROOT / "rl-lab" / "outputs"
-    return Path("outputs")
+    from rl_lab.hosted import persistent_folder
+
+    kept = persistent_folder()
+    return Path("outputs") if kept is None else kept / "rl-lab" / "outputs"
 
 
 def new_run_folder(root: Path, now: datetime | None = None) -> RunFolder:
@@ -365,7 +379,16 @@ def new_run_folder(root: Path, now: datetime | None = None) -> RunFolder:
 
 
 def find_run(name: str | Path | None, root: Path) -> RunFolder:
-    """Find a run by its folder or a file inside it; None: the newest run under `root`."""
+    """Find a run by its folder, a file inside it or its address; None: the newest run under `root`.
+
+    An address is hf://owner/name, an agent on a hub, or example://name, an agent of this package.
+    """
+    if name is not None and "://" in str(name):
+        from rl_lab.hub import folder_of
+
+        found = RunFolder(folder_of(str(name)))
+        found.borrowed = True
+        return found
     if name is not None:
         path = absolute(name)  # the parents of a relative path end at the current folder
         for candidate in (path, *path.parents):

@@ -21,7 +21,8 @@ def resolve_precision(precision: str, device: torch.device | str) -> torch.dtype
         raise ConfigError(f"training.precision is '{precision}'.{closest(precision, PRECISIONS)}")
     device = torch.device(device)
     if precision == "auto":
-        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        # A T4 emulates bfloat16, which is slower than float32.
+        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if on_gpu else torch.float32
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 

@@ -62,10 +62,15 @@ MOST_CONTEXT = 8  # observed rows before a dream
 def fitting_context(folder: RunFolder) -> int:
     """Return how many rows a model observes before it dreams: 8, or fewer if that is much of a typical episode."""
     from rl_lab.tools.report.curves import Metrics
+    from rl_lab.utils.files import read_json
 
-    metrics = Metrics.read(folder.path / "metrics.jsonl")
-    lengths = [metrics.last(key) for key in ("eval/length_mean", "collect/length_mean")]
-    typical = next((length for length in lengths if length), None)
+    if folder.exported:
+        file = folder.path / "scores.json"
+        lengths = [read_json(file).get("length_mean")] if file.is_file() else []
+    else:
+        metrics = Metrics.read(folder.path / "metrics.jsonl")
+        lengths = [metrics.last(key) for key in ("eval/length_mean", "collect/length_mean")]
+    typical = next((length for length in lengths if isinstance(length, int | float) and length), None)
     return MOST_CONTEXT if typical is None else max(1, min(MOST_CONTEXT, int(typical / 6)))
 
 

@@ -8,7 +8,11 @@ from rl_lab.tools.resume import add_trust
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run)")
+    parser.add_argument(
+        "run",
+        nargs="?",
+        help="run folder, checkpoint file, hf://owner/name or example://name (default: the newest run)",
+    )
     what = parser.add_argument_group("mode (default: the agent in the real environment)")
     what.add_argument("-w", "--world-model", action="store_true", help="you play in the world model")
     what.add_argument(
@@ -66,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where = parser.add_argument_group("output (default: a window; without a display, a video)")
     where.add_argument("--web", action="store_true", help="serve a page to play in a browser")
+    where.add_argument(
+        "--open", action="store_true", help="with --web: also open the page in this machine's browser"
+    )
     where.add_argument(
         "--host", default="127.0.0.1", help="address to serve on; any but loopback needs a token"
     )

@@ -56,7 +56,7 @@ def launch(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         if web:
             from rl_lab.tools.play.web import serve
 
-            return serve(session, host=args.host, port=args.port, token=args.token)
+            return serve(session, host=args.host, port=args.port, token=args.token, show=args.open)
         if video:
             for file in write_video(session, steps=args.steps):
                 say(str(file))
@@ -260,7 +260,8 @@ def _starts(
     )
     draws["replay"] = drawn_from("replay", lambda: _replay_starts(agent, folder, args.context))
     draws["episodes"] = drawn_from("episodes", lambda: _recorded_starts(agent, folder, args))
-    return Starts(draws, args.start or ("real" if real is not None else "replay"))
+    without = "episodes" if folder.exported else "replay"  # an exported agent comes with recorded episodes
+    return Starts(draws, args.start or ("real" if real is not None else without))
 
 
 def _replay_starts(agent: Agent, folder: RunFolder, length: int) -> BufferStarts:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket as sockets
 import stat
+import threading
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from pathlib import Path
@@ -136,20 +137,32 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8765,
     token: str | None = None,
+    show: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C. show: open the page in this machine's browser."""
     access = WebAccess(host, token)
     listener = bind(host, port)
-    say(f"play in a browser: {access.url(listener.getsockname()[1])}")
+    url = access.url(listener.getsockname()[1])
+    say(f"play in a browser: {url}")
     if access.loopback:
         say(
             "only this machine can open it; from another machine use ssh -L PORT:localhost:PORT or --host 0.0.0.0"
         )
     server = make_server(make_app(session, access))
+    if show:  # the socket listens already, so the page waits until the server answers
+        threading.Thread(target=open_page, args=(url,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0
+
+
+def open_page(url: str) -> None:
+    """Open a page in the browser of this machine; nothing happens where there is none."""
+    import webbrowser
+
+    with contextlib.suppress(webbrowser.Error, OSError):
+        webbrowser.open(url)
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:

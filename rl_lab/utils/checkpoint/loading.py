@@ -28,6 +28,7 @@ from rl_lab.utils.checkpoint.saveable import load_data
 from rl_lab.utils.files import absolute
 
 Warn = Callable[[str], None]
+SAFETENSORS = ".safetensors"  # weights that `rl-lab export` wrote
 
 # What to do when replay files are damaged but the state is intact. "older": load an older intact checkpoint,
 # or, if there is none, the newest without the damaged rows; "skip": load the newest without them at once;
@@ -98,7 +99,7 @@ def load_checkpoint(
     on_damaged_replay: str = "stop",
     on_warning: Warn | None = None,
 ) -> Loaded:
-    """Load a checkpoint: a state file (.pt), a run folder, or a checkpoints folder.
+    """Load a checkpoint: a state file (.pt, .safetensors), a run folder, or a checkpoints folder.
 
     From a folder the newest intact checkpoint is loaded; a damaged one is reported in a warning and the one
     before it is tried. A path to a file loads that file or raises. A .pt without manifest counts as weights.
@@ -110,6 +111,12 @@ def load_checkpoint(
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         return _load_newest(folder, weights, on_damaged_replay, on_warning)
     name, folder = path.name, path.parent
+    if path.suffix == SAFETENSORS:
+        from rl_lab.utils.checkpoint.safetensors import read_state
+
+        exported, info = read_state(path)
+        facts = {"step": int(exported.get("global_step", 0)), "kind": "weights", "info": info, "buffers": {}}
+        return Loaded(path, exported, facts)
     if name == "last.pt":
         if not path.is_symlink():  # a file system without links
             return _load_newest(folder, weights, on_damaged_replay, on_warning)
