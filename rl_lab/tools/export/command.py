@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_lab.errors import ConfigError, LabError, one_line
+from rl_lab.run_folder import SIGNATURE
 from rl_lab.tools.resume import add_trust
 from rl_lab.utils.checkpoint.safetensors import PRECISIONS
 
@@ -87,6 +88,8 @@ def main(args: argparse.Namespace) -> int:
         trust=args.trust,
     )
     size = result["bytes"]
+    if args.example:  # it is nobody's own: the trust rules hold for it, too
+        (Path(args.out) / "config" / SIGNATURE).unlink(missing_ok=True)
     if args.example and size > LARGEST_EXAMPLE:
         raise ConfigError(
             f"--example {args.example}: the weights have {size:,} bytes, more than {LARGEST_EXAMPLE:,}"
@@ -292,6 +295,6 @@ def _draw(target: Path, episodes: list[dict[str, np.ndarray]], trust: bool, rema
             device="cpu",
             trust=trust,
         )
-        dream_gif(found, target / "dream.gif")
+        dream_gif(found, target / "dream.gif", episodes=1)
     except LabError as error:
         remarks.append(f"no dream.gif: {one_line(error)}")

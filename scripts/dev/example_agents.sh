@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The agents that come with the package (example://NAME): train each on the CPU, and write it to rl_lab/agents/NAME.
+# Minutes on two idle cores. Any other run becomes one by the last command: rl-lab export RUN --example NAME.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+runs=${1:-outputs/examples}
+example() {  # name, checkpoint, words of rl-lab train
+  local name=$1 checkpoint=$2
+  shift 2
+  rl-lab train "$@" run_dir="$runs/$name"
+  rl-lab export "$runs/$name" --example "$name" --checkpoint "$checkpoint" --license mit
+}
+example bounce best experiment=dreamer_bounce training.total_timesteps=8000
+example catch last experiment=delta_iris_catch
