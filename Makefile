@@ -1,4 +1,4 @@
-# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+# Three commands do all the set-up on a fresh machine: `make play`, `make demo` and `make test`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,12 @@ DOCS := .venv-docs
 # Tests run float32 on small nets: one torch thread a worker is fastest, and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 SDL_VIDEODRIVER=dummy WANDB_MODE=offline HF_HUB_OFFLINE=1
 
-.PHONY: demo test coverage test-learning test-extras lint format docs docs-images clean
+.PHONY: play demo test coverage test-learning test-extras lint format docs docs-images clean
+
+# A page in which one plays inside a learned dream, before anything was trained. AGENT: bounce or catch.
+AGENT ?= bounce
+play: $(VENV)/.play
+	$(BIN)/rl-lab play example://$(AGENT) -w --web --open
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -80,10 +85,15 @@ $(VENV)/.demo: $(NEEDS)
 	$(call install,demo)
 	touch $@
 
+$(VENV)/.play: $(NEEDS)
+	@echo "installing PyTorch and the other packages into $(VENV): 300 MB, 2.5 GB with CUDA; some minutes"
+	$(PIP) -e '.[demo,play]'
+	touch $@
+
 $(VENV)/.dev: $(NEEDS)
 	@echo "installing PyTorch and the packages of the tests into $(VENV): 1 GB, 3 GB with CUDA; some minutes"
 	$(call install,dev)
-	touch $@ $(VENV)/.demo
+	touch $@ $(VENV)/.demo $(VENV)/.play
 
 $(DOCS)/.docs: requirements/docs.txt
 	$(PYTHON) -m venv $(DOCS)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rl_lab.environments.world_model_env import WorldModelEnv
     from rl_lab.tools.check_env import EnvCheck, check_env
     from rl_lab.tools.evaluate import evaluate
+    from rl_lab.tools.export.command import export
     from rl_lab.training import RunResult, resume, train
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "WorldModelEnv",
     "check_env",
     "evaluate",
+    "export",
     "load_agent",
     "make_env",
     "resume",
@@ -45,6 +47,7 @@ _MODULES = {
     "WorldModelEnv": "rl_lab.environments.world_model_env",
     "check_env": "rl_lab.tools.check_env",
     "evaluate": "rl_lab.tools.evaluate",
+    "export": "rl_lab.tools.export.command",
     "load_agent": "rl_lab.agent",
     "make_env": "rl_lab.environments.make",
     "resume": "rl_lab.training",

@@ -115,10 +115,11 @@ def upload(folder: Path, repository: str, *, private: bool = False, message: str
 def _library() -> Any:
     try:
         import huggingface_hub
+        from huggingface_hub.utils import disable_progress_bars
     except ModuleNotFoundError as error:
         raise MissingPackageError(f"hf:// needs huggingface_hub: {install_line('hub')}") from error
     # Its progress bars would break the lines that the verbs print.
-    huggingface_hub.utils.disable_progress_bars()
+    disable_progress_bars()
     return huggingface_hub
 
 

@@ -39,7 +39,7 @@ def test_replay_fits_the_budget():
     assert hosted.settings("dreamer_bounce") == []
     # Episodes in files
     assert hosted.settings("delta_iris_catch", replay_gigabytes=2) == ["buffers.replay.max_bytes=2000000000"]
-    with pytest.raises(ConfigError, match="^replay_gigabytes must be above 0"):
+    with pytest.raises(ConfigError, match=r"^replay_gigabytes must be above 0"):
         hosted.settings("dreamer_bounce", replay_gigabytes=0)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -37,11 +40,12 @@ def test_command_runs(command: str, run: Path, tmp_path: Path):
         words.append("algorithm.train_ratio=4")
     elif verb == "resume":
         words = ["resume", str(run), "training.total_timesteps=110"]
-    elif verb in ("eval", "report"):
+    elif verb in ("eval", "report", "export"):
         words.append(str(run))
     elif verb == "play":
-        words += [str(run), "--video", "--steps", "10"]
-    if verb == "eval":
+        words = [word for word in words if word != "--web"]  # test_instant_dream has the page
+        words += [*([] if "://" in command else [str(run)]), "--video", "--steps", "10"]
+    if verb in ("eval", "export"):
         words += ["--episodes", "2"]
     assert main(words) == 0
 
@@ -53,7 +57,36 @@ def test_python_example_runs(monkeypatch, tmp_path: Path):
     assert namespace["env"].action_space.contains(namespace["action"])
 
 
+def test_first_page_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 120
+
+
 def test_makefile_has_readme_targets():
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("demo:", "test:", "test-learning:", "lint:"):
-        assert f"\n{target}" in makefile
+    targets = re.findall(r"^make ([\w-]+)", README, re.M)
+    assert targets == ["play", "demo", "test"]
+    for target in (*targets, "test-learning", "lint"):
+        assert f"\n{target}:" in makefile
+
+
+def test_instant_dream(tmp_path: Path):
+    """`make play` without its --open: the page, and a first frame of the dream, before anything was trained."""
+    websocket = pytest.importorskip("websockets.sync.client")
+    (recipe,) = re.findall(r"^play:.*\n\t\$\(BIN\)/(.+)$", (ROOT / "Makefile").read_text(), re.M)
+    (agent,) = re.findall(r"^AGENT \?= (\w+)$", (ROOT / "Makefile").read_text(), re.M)
+    words = shlex.split(recipe.replace("$(AGENT)", agent))
+    assert words[0] == "rl-lab" and words[-1] == "--open"
+    command = [sys.executable, "-m", "rl_lab", *words[1:-1], "--port", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = next(line.split()[-1] for line in process.stdout if "http://" in line)
+            assert b"<title>" in urllib.request.urlopen(address, timeout=20).read()
+            with websocket.connect(
+                address.replace("http", "ws") + "live", origin=address.rstrip("/")
+            ) as live:
+                received = [live.recv(timeout=20) for _ in range(3)]
+            assert any(isinstance(message, bytes) and b"PNG" in message for message in received)
+        finally:
+            process.terminate()

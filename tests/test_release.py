@@ -92,6 +92,11 @@ def test_wheel_and_sdist_hold_what_users_need(built: Path):
         for pattern in ("*.py", "*.yaml", "*.html", "py.typed")
         for file in (ROOT / "rl_lab").rglob(pattern)
     }
+    package |= {
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "rl_lab" / "agents").rglob("*")
+        if file.is_file()
+    }
     assert package <= in_wheel and package <= in_sdist
     assert all(name.startswith("rl_lab/") for name in in_wheel)
     for folder in ("tests", "docs", "benchmarks", "scripts", "examples", "requirements", ".github"):
@@ -137,3 +142,6 @@ def test_installed_wheel_works_without_a_checkout(built: Path, tmp_path: Path):
     rl("report", "run", "--dream")
     assert list(work.glob("run/report/*.html"))
     rl("play", "run", "--steps", "5")
+    rl("play", "example://bounce", "-w", "--video", "--steps", "5")
+    rl("export", "run", "--episodes", "2", "--starts", "2")
+    assert (work / "run" / "export" / "agent.safetensors").is_file()

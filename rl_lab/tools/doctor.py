@@ -383,7 +383,9 @@ def check_torch() -> list[Finding]:
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
             text = f"{facts.name}, {_size(facts.total_memory)}, CUDA {torch.version.cuda}"
-            text += ", bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else ", no bfloat16"
+            text += (
+                ", bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else ", no bfloat16"
+            )
             findings.append(Finding("ok", f"cuda:{index}", text))
     else:
         built = (

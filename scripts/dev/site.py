@@ -31,7 +31,7 @@ OWN = [f"howto/{name}.md" for name in ("own_environment", "new_algorithm", "own_
 OWN += ["howto/coming_from.md"]
 REFERENCE = ["reference/config.md", "reference/python.md", "environments.md", "glossary.md"]
 DESIGN = ["architecture.md", "life_of_a_step.md", "contracts.md"]
-RESULTS = ["results.md", "log.md"]
+RESULTS = ["measurements.md", "results.md", "log.md"]
 
 
 # ---------------------------------------------------------------- navigation

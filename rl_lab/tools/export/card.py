@@ -31,7 +31,7 @@ def write_card(
     experiment = printable(str(agent.config.experiment.name)).replace("\n", " ")
     lines = [*_front_matter(task, workflow, scores, license), f"# {workflow} on {task}", ""]
     lines += [
-        f"An agent of [RL Lab](https://pypi.org/project/{DISTRIBUTION}/) {__version__}: experiment `{experiment}`, "
+        f"An agent of RL Lab (`{DISTRIBUTION}` {__version__}): experiment `{experiment}`, "
         f"{parameters:,} parameters in {dtype}, weights after {agent.step:,} decisions of the agent.",
         "",
     ]

@@ -75,7 +75,11 @@ def test_bfloat16_rounds_weights_only(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [({1: torch.zeros(1)}, "has the key 1"), (complex(1, 2), "cannot be exported"), ({"$tensor": 1}, "has the key")],
+    [
+        ({1: torch.zeros(1)}, "has the key 1"),
+        (complex(1, 2), "cannot be exported"),
+        ({"$tensor": 1}, "has the key"),
+    ],
 )
 def test_states_that_cannot_be_written(tmp_path: Path, value: Any, text: str):
     with pytest.raises(CheckpointError, match=text):
@@ -129,7 +133,12 @@ def test_weights_of_another_program_are_no_state(tmp_path: Path):
     write_tensors(file, TENSORS, {})
     with pytest.raises(CheckpointError, match="was not written by rl-lab export"):
         read_state(file)
-    for text in ("[]", '{"dtype": "float32", "info": {}, "state": {"a": {"$tensor": "nothing"}}}', "{}", "nul"):
+    for text in (
+        "[]",
+        '{"dtype": "float32", "info": {}, "state": {"a": {"$tensor": "nothing"}}}',
+        "{}",
+        "nul",
+    ):
         write_tensors(file, TENSORS, {"rl_lab": text})
         with pytest.raises(CheckpointError):
             read_state(file)
