@@ -20,7 +20,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,8 @@ def export_onnx(agent: Agent, path: Path, *, seed: int = 0) -> OnnxExport:
         raise LabError(f"--onnx needs the agent on the CPU, not on {agent.device}: add --device cpu")
     workflow = agent.workflow
     mode = ActMode(sample=bool(agent.config.training.evaluate.sample))
+    if hasattr(workflow, "act_variant"):  # how many environments plan now: a graph plans at every step
+        mode = replace(mode, variant=1)
     with torch.no_grad():
         memory = {name: value.clone() for name, value in workflow.initial_policy_state(1).items()}
         obs = _zero_observations(agent)
@@ -253,19 +255,23 @@ class OnnxPolicy:
 def compare(agent: Agent, path: Path, mode: ActMode, *, seed: int = 0) -> OnnxExport:
     """Run one episode with the agent, and the model beside it on the same observations, each with its own memory."""
     policy = OnnxPolicy(path, seed=seed)
-    agent.reset(seed)
+    workflow, generator = agent.workflow, torch.Generator().manual_seed(seed)
+    state = workflow.initial_policy_state(1)
+    own = replace(mode, generator=generator)
     worst = {"action": 0.0, "memory": 0.0}
     steps = 0
     for obs, is_first, step in _episode(agent, seed):
-        expected = np.asarray(agent.act(obs, is_first, sample=mode.sample, scaled=True))
-        action = policy.act(obs, is_first)
-        worst["action"] = max(worst["action"], _difference(expected, action))
-        assert agent._state is not None
+        arrays = {name: value[None] for name, value in obs.items()}
+        seen = arrays if agent.normalizer is None else agent.normalizer(arrays)
+        tensors = {name: torch.as_tensor(value) for name, value in seen.items()}
+        with torch.no_grad():
+            acted, state, _ = workflow.act(tensors, state, torch.tensor([is_first]), own)
+        expected = acted[0].numpy()
+        worst["action"] = max(worst["action"], _difference(expected, policy.act(obs, is_first)))
         for name, value in policy.memory.items():
-            worst["memory"] = max(worst["memory"], _difference(agent._state[name].numpy(), value))
+            worst["memory"] = max(worst["memory"], _difference(state[name].numpy(), value))
         steps += 1
         step(expected)
-    agent.reset()
     if max(worst.values()) > TOLERANCE:
         path.unlink()
         raise LabError(
