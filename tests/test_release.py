@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import tarfile
 import tomllib
+import urllib.request
 import venv
 import zipfile
 from pathlib import Path
@@ -143,5 +144,11 @@ def test_installed_wheel_works_without_a_checkout(built: Path, tmp_path: Path):
     assert list(work.glob("run/report/*.html"))
     rl("play", "run", "--steps", "5")
     rl("play", "example://bounce", "-w", "--video", "--steps", "5")
+    command = [str(clean / "bin" / "rl-lab"), "play", "example://catch", "-w", "--web", "--port", "0"]
+    with subprocess.Popen(command, cwd=work, env=environ, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = next(line.split()[-1] for line in server.stdout if "http://" in line)
+        assert b"<title>" in urllib.request.urlopen(address, timeout=20).read()
+        server.terminate()
     rl("export", "run", "--episodes", "2", "--starts", "2")
     assert (work / "run" / "export" / "agent.safetensors").is_file()
