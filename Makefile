@@ -29,7 +29,7 @@ coverage: $(VENV)/.dev
 test-learning: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m learning --timeout 2700
 
-# The Triton kernels on a CPU in Triton's interpreter, wheel and sdist in a clean environment, the site.
+# The Triton kernels on a CPU in the interpreter, wheel and sdist in a clean environment, site, notebooks, ONNX.
 test-extras: $(EXTRAS)/.dev
 	TRITON_INTERPRET=1 $(TEST_ENV) $(EXTRAS)/bin/python -m pytest -m extras
 
