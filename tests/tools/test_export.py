@@ -17,7 +17,7 @@ from rl_lab.config.trust import UntrustedError
 from rl_lab.errors import LabError
 from rl_lab.hub import EXAMPLES, examples
 from rl_lab.run_folder import RunFolder
-from rl_lab.tools.export.command import LARGEST_EXAMPLE, export
+from rl_lab.tools.export.command import LARGEST_EXAMPLE, export, without_paths
 from rl_lab.utils.checkpoint.safetensors import read_tensors
 
 TINY = ["debug=tiny", "logging.progress=off", "logging.tensorboard=false"]
@@ -123,17 +123,42 @@ def test_a_dream_needs_no_environment(exported: Path, tmp_path: Path, monkeypatc
     assert Path(said[-1]).is_file()
 
 
-def test_a_strangers_folder_obeys_the_trust_rules(exported: Path, tmp_path: Path):
+def test_a_strangers_folder_obeys_the_trust_rules(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     copy = Path(shutil.copytree(exported, tmp_path / "agent"))
     (copy / "config" / "signature.json").unlink()
     assert rl_lab.load_agent(copy).step == rl_lab.load_agent(exported).step  # registered parts only
     config = yaml.safe_load((copy / "config.yaml").read_text())
+    own = config["components"]["encoder"]["_target_"]
     config["components"]["encoder"]["_target_"] = "canary.Part"
     (copy / "config.yaml").write_text(yaml.safe_dump(config))
     for verb in (lambda: rl_lab.load_agent(copy), lambda: export(copy, tmp_path / "out")):
         with pytest.raises(UntrustedError, match="this run was not made here"):
             verb()
     assert not (tmp_path / "out").exists()
+
+    # With --trust it is exported, and stays what it was: not made here.
+    module, _, name = own.rpartition(".")
+    (tmp_path / "own_part.py").write_text(f"from {module} import {name} as Mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config["components"]["encoder"]["_target_"] = "own_part.Mine"
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    export(copy, tmp_path / "out", trust=True, episodes=0, starts=0)
+    assert rl_lab.load_agent(tmp_path / "out", trust=True).step == 60
+    with pytest.raises(UntrustedError, match=r"own_part\.Mine"):
+        rl_lab.load_agent(tmp_path / "out")
+
+
+def test_paths_of_this_machine_stay_here():
+    config = {"run_dir": "/home/me/run", "training": {"resume_path": "/a", "phases": [{"name": "x"}]}}
+    config |= {"buffers": {"replay": {"path": "~/data", "capacity": 5}}, "load": {"path": "../other"}}
+    assert without_paths(config) == {
+        "run_dir": None,
+        "training": {"resume_path": None, "phases": [{"name": "x"}]},
+        "buffers": {"replay": {"path": None, "capacity": 5}},
+        "load": {"path": None},
+    }
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,7 @@ def write_agent(agent: Agent, source: RunFolder, target: Path, dtype: str) -> in
     folder = RunFolder(target)
     (target / "config").mkdir(parents=True, exist_ok=True)
     plain: Any = OmegaConf.to_container(agent.config)
-    plain |= {key: None for key in ("run_dir", "output_root") if key in plain}
-    plain.get("training", {}).update({key: None for key in ("resume_path",) if key in plain["training"]})
+    plain = without_paths(plain)
     info = {"spec": agent.spec.to_dict(), "trained": code_state().splitlines()[0]}
     form = loaded.info.get("native")
     if form is None and source.form_file.is_file():
@@ -175,13 +174,33 @@ def write_agent(agent: Agent, source: RunFolder, target: Path, dtype: str) -> in
         write_json_atomic(folder.form_file, form)
     write_json_atomic(folder.spec_file, agent.spec.to_dict())
     size = write_state(folder.weights, state, info, dtype)
-    folder.save_config(OmegaConf.create(plain), signed=source.trusted or _is_signed(source))
+    folder.save_config(OmegaConf.create(plain), signed=_is_signed(source))
     return size
+
+
+def without_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without this machine's paths: those of the run, of stored data and of loaded weights."""
+    cleaned = {key: None if key in ("run_dir", "output_root") else value for key, value in config.items()}
+    for section in ("training", "buffers", "load"):
+        if section in cleaned:
+            cleaned[section] = _without(cleaned[section])
+    return cleaned
+
+
+def _without(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _without(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_without(value) for value in node]
+    return None if isinstance(node, str) and node.startswith(("/", "~", "./", "../")) else node
 
 
 def _is_signed(source: RunFolder) -> bool:
     """Whether the run was made here; the signature of the exported config then says so, too."""
-    source.load_config(trust=False, environment=False)
+    try:
+        source.load_config(trust=False, environment=False)
+    except ConfigError:  # a stranger's run, exported with --trust
+        return False
     return source.trusted
 
 
