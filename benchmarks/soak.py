@@ -81,7 +81,7 @@ REPORTED = {
     "moved": r"was moved to .* saved there, continue with",
     "cwd_deleted": r"worker of environments .* was killed by SIGKILL: .*new seed",
 }
-TIMEOUT_S = 120.0  # for a trainer to start or to print a message; the machine may be busy
+TIMEOUT_S = 240.0  # for a trainer to start or to print a message; the machine may be busy
 
 
 class Trainer:
@@ -302,7 +302,14 @@ def evaluation(trainer: Trainer, rng: random.Random) -> str:
 def lock_deleted(trainer: Trainer, rng: random.Random) -> str:
     (trainer.folder / ".lock").unlink()
     second = trainer.launch()
-    text, _ = second.communicate(timeout=TIMEOUT_S)
+    try:
+        text, _ = second.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        second.kill()
+        text, _ = second.communicate()
+        raise RuntimeError(
+            f"a second trainer was not refused within {TIMEOUT_S:g} s: {text[-500:]}"
+        ) from None
     trainer.lines += text.splitlines()[-1:]
     if second.returncode != 1:
         raise RuntimeError(f"a second trainer was not refused: status {second.returncode}")
@@ -358,6 +365,7 @@ def soak(folder: Path, minutes: float, every: float, seed: int) -> tuple[list[di
                 RuntimeError,
                 OSError,
                 psutil.Error,
+                subprocess.SubprocessError,
             ) as error:  # recorded as a violation; the run continues
                 events[-1]["violation"] = f"{type(error).__name__}: {error}".replace(str(folder), "RUN")
                 if trainer.process is None or trainer.process.poll() is not None:

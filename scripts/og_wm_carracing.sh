@@ -14,21 +14,22 @@
 #   backend=auto       envpool where it is installed, else gymnasium
 #   workers=           processes that step environments; all cores but two
 #   budget=            seconds of the step; at their end evolution stops, saved. `all` spends 1,000
+#   tracks=8           that each candidate drives, as in the preset; the kept result of 13 minutes had 2
 # All others go to `rl-lab train`, such as algorithm.stages.collect_steps=100000, or with -- to `rl-lab eval`.
 #
 # The sizes here: 250,000 frames (500 random rollouts), 20,000 updates of V and 2,500 of M, reckoned at three minutes with
-# a GPU and ten cores; four candidates a worker with 2 tracks each, the same for all.
+# a GPU and ten cores; four candidates a worker, the same tracks for all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 step=${1:?all, check, networks, evolve or score} run=${2:?a folder for the run}
 shift 2
 python=${PYTHON:-python3}
 cores=$(nproc)
-backend=auto workers=$((cores > 3 ? cores - 2 : cores)) budget=
+backend=auto workers=$((cores > 3 ? cores - 2 : cores)) budget= tracks=8
 words=() options=()
 for word in "$@"; do
   case $word in
-  backend=* | workers=* | budget=*) declare "${word%%=*}=${word#*=}" ;;
+  backend=* | workers=* | budget=* | tracks=*) declare "${word%%=*}=${word#*=}" ;;
   --*) options+=("$word") ;;
   *) words+=("$word") ;;
   esac
@@ -76,7 +77,7 @@ evolve() {
   "$python" scripts/split_weights.py join "$run/weights" "$run/weights.pt"
   limited "$1" "${train[@]}" phases=og_wm_evolve run_dir="$run/evolve" load.path="$run/weights.pt" \
     environment.num_envs=1 environment.eval.num_envs=$((2 * workers)) buffers.replay.capacity=1000 \
-    algorithm.evolution.population=$((4 * workers)) algorithm.evolution.episodes=2 \
+    algorithm.evolution.population=$((4 * workers)) algorithm.evolution.episodes="$tracks" \
     algorithm.evolution.num_envs=$((4 * workers)) algorithm.stages.evaluate_every=5 \
     training.evaluate.episodes=$((2 * workers)) "${words[@]}"
 }

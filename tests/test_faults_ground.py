@@ -60,10 +60,28 @@ def test_deleted_lock_file_lets_no_second_process_in(tmp_path: Path):
         lock.path.unlink()
         with pytest.raises(RunLockedError, match="in use by another process"):
             RunLock(tmp_path / "run").acquire()
-        lock.path.unlink(missing_ok=True)
+        assert not lock.path.exists(), "a refused process writes nothing"
         lock.check()
         assert json.loads(lock.path.read_text())["pid"] == os.getpid(), "it is there again"
     RunLock(tmp_path / "run").acquire().release()
+
+
+def test_a_process_that_is_being_refused_does_not_end_the_holder(tmp_path: Path, monkeypatch):
+    """The holder looks at its lock while another process, slow on a busy machine, is about to be refused."""
+    with RunLock(tmp_path / "run") as lock:
+        lock.path.unlink()
+        lock_folder, looked = files._try_flock_folder, []
+
+        def slowly(handle: int | None) -> bool:
+            lock.check()
+            looked.append(lock.path.exists())
+            return lock_folder(handle)
+
+        monkeypatch.setattr(files, "_try_flock_folder", slowly)
+        with pytest.raises(RunLockedError, match=f"in use by process {os.getpid()}"):
+            RunLock(tmp_path / "run").acquire()
+        assert looked == [True]
+        lock.check()
 
 
 def test_without_a_lock_on_the_folder_the_file_decides(tmp_path: Path, monkeypatch):

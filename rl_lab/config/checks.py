@@ -156,6 +156,32 @@ def check_complete(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{path} is missing")
 
 
+def check_present(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an override removed a key that the root config has. config: plain, not resolved."""
+    for section in CLOSED_SECTIONS:
+        for path in _leaf_paths(root_keys()[section], section):
+            if not list(_values(config, path)) and not _replaced(config, path):
+                raise ConfigError(f"{path} is missing: leave out ~{path}, or set it to a value")
+
+
+def _leaf_paths(node: Any, path: str) -> Iterator[str]:
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _leaf_paths(value, f"{path}.{key}")
+    else:
+        yield path
+
+
+def _replaced(config: Mapping[str, Any], path: str) -> bool:
+    """Whether a part of the path is no mapping, such as `training=3`: `check_rules` names it."""
+    node: Any = config
+    for key in path.split("."):
+        if not isinstance(node, Mapping):
+            return True
+        node = node.get(key, {})
+    return False
+
+
 def check_rules(config: Mapping[str, Any], prefix: str = "") -> None:
     """Raise ConfigError for a value of the wrong type at a path that starts with `prefix`."""
     for path, (expected, fits) in RULES.items():

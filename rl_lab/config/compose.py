@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_lab.config.algorithm_keys import check_algorithm, unread_keys
 from rl_lab.config.checks import CONFIG_FOLDER as CONFIG_FOLDER
-from rl_lab.config.checks import check_config, check_types, root_keys
+from rl_lab.config.checks import check_config, check_present, check_types, root_keys
 from rl_lab.errors import ConfigError, LabError, closest, one_line
 from rl_lab.records import Spec
 
@@ -53,6 +53,7 @@ def compose_config(overrides: Sequence[str] = (), *, config_dirs: Sequence[Path 
         plain: Any = OmegaConf.to_container(config)
         plain_default: Any = OmegaConf.to_container(default)
         check_types(plain, plain_default, keys)
+        check_present(plain)
     except LabError:
         raise
     except (HydraException, OmegaConfBaseException) as error:

@@ -176,6 +176,8 @@ def _check_environment_part(node: Mapping[Any, Any], path: str) -> None:
     if isinstance(evaluation, Mapping):
         _check_environment({"suite": given.get("suite"), **evaluation}, f"{path}.environment.eval")
     changes = {key: value for key, value in node.items() if key != "environment" and str(key)[:1] != "_"}
+    if isinstance(changes.get("seed"), int):
+        del changes["seed"]
     _check_environment(changes, path)
 
 

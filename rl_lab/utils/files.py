@@ -182,20 +182,24 @@ class RunLock:
         """Take the lock; RunLockedError, with process and host, when another process holds it."""
         if self._file is not None:
             return self
+        file: IO[bytes] | None = None
+        handle: int | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            handle = _open_folder(self.folder)
+            # The folder first: a process that cannot lock it must not hold a new lock file, not even for a moment,
+            # because the holder would take it for one that has the folder (`_renew`).
+            if not _try_flock_folder(handle):
+                raise RunLockedError(self._taken_message())
             file = self._open()
-        except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be written to: {error}") from error
-        handle = _open_folder(self.folder)
-        try:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"{self.path} is not a regular file: remove it")
-            if not _try_flock(file) or not _try_flock_folder(handle):
-                raise RunLockedError(self._taken_message(file))
+            if not _try_flock(file):
+                raise RunLockedError(self._taken_message())
             self._write_holder(file)
         except BaseException as error:
-            file.close()
+            if file is not None:
+                file.close()
             if handle is not None:
                 os.close(handle)
             if isinstance(error, OSError):
@@ -288,11 +292,10 @@ class RunLock:
     ) -> None:
         self.release()
 
-    def _taken_message(self, file: IO[bytes]) -> str:
+    def _taken_message(self) -> str:
         who = "another process"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            file.seek(0)
-            holder = json.loads(file.read())
+            holder = json.loads(read_bytes(self.path, 4096))
             who = f"process {holder['pid']} on {holder['host']}"
         return (
             f"{self.folder} is in use by {who}: wait until it ends, stop it, or choose another folder "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -186,6 +187,25 @@ def test_dims_are_filled_and_checked(tmp_path: Path):
 def test_errors_suggest_known_names(words: list[str], message: str):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         compose_config(words)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "training.checkpoint.keep",
+        "training.log",
+        "training",
+        "training.evaluate.episodes",
+        "logging.progress",
+        "experiment.seed",
+        "wandb.mode",
+    ],
+)
+def test_a_removed_key_is_named(path: str):
+    with pytest.raises(
+        ConfigError, match=rf"^{re.escape(path)}[\w.]* is missing: leave out ~{re.escape(path)}"
+    ):
+        compose_config([f"~{path}"])
 
 
 def test_eval_accepts_environment_keys():

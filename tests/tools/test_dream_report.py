@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,26 @@ def test_vectors_are_plotted_as_lines(runs: list[Path], tmp_path: Path):
     draw_strips(found.predictions, found.segments, strips[:1], tmp_path / "lines.png")
     with Image.open(tmp_path / "lines.png") as image:
         assert np.asarray(image.convert("L")).std() > 10
+
+
+def test_a_run_that_cannot_be_read_is_left_out(runs: list[Path], tmp_path: Path, capsys):
+    """The others are compared; a run alone is an error."""
+    damaged, stranger, good = (shutil.copytree(runs[0], tmp_path / name) for name in ("a", "b", "c"))
+    (damaged / "config.yaml").write_text("- 1")
+    config = (stranger / "config.yaml").read_text()
+    (stranger / "config.yaml").write_text(config + "anything: {_target_: os.system}\n")
+    words = ["--episodes", "2", "--horizon", "3", "--out", str(tmp_path / "dream")]
+    assert main(["report", "--dream", str(damaged), str(stranger), str(good), *words]) == 0
+    printed = capsys.readouterr().out
+    assert f"left out: {damaged / 'config.yaml'} contains no config" in printed
+    assert "left out: dreamer_cartpole_dict" in printed and "os.system" in printed
+    report = json.loads((tmp_path / "dream" / "dream.json").read_text())
+    assert len(report["models"]) == 1 and len(report["notes"]) == 2
+    for alone in (damaged, stranger):
+        assert main(["report", "--dream", str(alone), *words]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {alone / 'config.yaml'}")
+    assert main(["report", "--dream", str(damaged), str(stranger), *words]) == 1
+    assert "none of these runs has a world model" in capsys.readouterr().err
 
 
 def test_mistakes_are_said(runs: list[Path]):

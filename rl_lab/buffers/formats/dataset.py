@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import hashlib
 import importlib
 import os
@@ -23,9 +24,10 @@ from typing import Any, Self
 import numpy as np
 
 from rl_lab.buffers.formats.episode import PlainEpisode, is_image, to_rows
-from rl_lab.errors import ConfigError, LabError, MissingPackageError, closest, install_line
+from rl_lab.errors import ConfigError, LabError, MissingPackageError, closest, install_line, one_line
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 from rl_lab.utils.files import free_bytes
+from rl_lab.utils.untrusted import control_characters
 
 KIND = "rl_lab"  # key of our own facts in the metadata of other formats
 
@@ -37,6 +39,12 @@ class Dataset(abc.ABC):
     path: Path
     lengths: np.ndarray  # (E,) steps of each episode
     metadata: dict[str, Any]  # JSON values, such as where the data comes from
+
+    def __init_subclass__(cls) -> None:
+        """Errors of `episode` about damaged or foreign content name the path and the episode."""
+        super().__init_subclass__()
+        if "episode" in cls.__dict__:
+            cls.episode = _with_sentence(cls.__dict__["episode"])  # type: ignore[method-assign]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -78,6 +86,43 @@ class Dataset(abc.ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+# What reading raises if metadata has other types or names than they should be; the files may be a stranger's.
+ODD_CONTENT = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
+    *(OSError, RecursionError, RuntimeError, TypeError, ValueError),
+)
+
+
+def _with_sentence(read: Callable[[Any, int], PlainEpisode]) -> Callable[[Any, int], PlainEpisode]:
+    @functools.wraps(read)
+    def episode(self: Dataset, index: int) -> PlainEpisode:
+        try:
+            return read(self, index)
+        except LabError:
+            raise
+        except ODD_CONTENT as error:
+            raise self.fault(index, f"it cannot be read: {one_line(error)}") from error
+
+    return episode
+
+
+def _check_spec(spec: Spec) -> None:
+    """Raise ValueError for types that no spec has."""
+    names = [spec.name, *spec.observations]
+    if not all(isinstance(name, str) and not control_characters(name) for name in names):
+        raise ValueError("its names are no text")
+    for each in (*spec.observations.values(), spec.action):
+        if not all(isinstance(size, int) and 0 <= size < 2**31 for size in each.shape):
+            raise ValueError(f"it has the shape {str(each.shape)[:100]}")
+        np.dtype(each.dtype)
+    action = spec.action
+    if action.kind not in ("discrete", "multi_discrete", "continuous"):
+        raise ValueError(f"its actions are {ascii(action.kind)[:100]}")
+    if not all(isinstance(count, int) and 0 < count < 2**31 for count in action.choices or ()):
+        raise ValueError(f"its actions have the choices {ascii(action.choices)[:100]}")
+    np.asarray([action.low or (), action.high or ()], np.float64)
 
 
 def stored_rows(dataset: Dataset, index: int, spec: Spec) -> dict[str, np.ndarray]:
@@ -345,7 +390,19 @@ def open_dataset(path: Path | str, format: str | None = None) -> Dataset:
         raise ConfigError(
             f"{where} has no known format of stored episodes: use a run, or a data set of {', '.join(FORMATS)}"
         )
-    reader: Dataset = chosen.module().Reader(where)
+    module = chosen.module()
+    reader: Dataset | None = None
+    try:
+        reader = module.Reader(where)
+        assert reader is not None
+        if len(reader):
+            _check_spec(reader.spec)
+    except LabError:
+        raise
+    except ODD_CONTENT as error:
+        if reader is not None:
+            reader.close()
+        raise ConfigError(f"{where} cannot be read as {chosen.name}: {one_line(error)}") from error
     if not len(reader):
         reader.close()
         raise ConfigError(f"{where} has no episodes")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +61,16 @@ def read_table(path: Path, **options: Any) -> Any:
         raise ConfigError(f"{path} cannot be read: it is damaged or missing ({reason})") from None
 
 
+_FIELD = re.compile(r"\{(\w+)(?::0?(\d))?d?\}")  # {chunk_index:03d}, {video_key}
+
+
+def _filled(found: re.Match[str], where: Mapping[str, Any]) -> str:
+    """Return the value of one field of a path pattern; an unknown one stays as it is."""
+    if found[1] not in where:
+        return found[0]
+    return str(where[found[1]]).zfill(int(found[2] or 0))
+
+
 class Reader(Dataset):
     format = "lerobot"
 
@@ -95,10 +106,23 @@ class Reader(Dataset):
             self._held = path, read_table(path, memory_map=True)
         return self._held[1]
 
+    def _file(self, key: str, default: str, **where: Any) -> Path:
+        """Return a file that a pattern in info.json names; the data set may be a stranger's.
+
+        Links are followed: the Hugging Face cache consists of them.
+        """
+        pattern = str(self.metadata.get(key) or default)
+        name = _FIELD.sub(lambda found: _filled(found, where), pattern)
+        if "{" in name or "}" in name or Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+            raise ConfigError(
+                f"{self.path / 'meta/info.json'} has {key} {pattern[:100]!r}, which is no path in the data set"
+            )
+        return self.path / name
+
     def episode(self, index: int) -> PlainEpisode:
         facts = self._episodes[index]
         where = {key: int(facts[f"data/{key}"]) for key in ("chunk_index", "file_index")}
-        table = self._table(self.path / str(self.metadata.get("data_path", DATA_PATH)).format(**where))
+        table = self._table(self._file("data_path", DATA_PATH, **where))
         start = int(facts["dataset_from_index"]) - int(table["index"][0].as_py())
         rows = table.slice(start, int(facts["length"]))
         if len(rows) != int(facts["length"]):
@@ -141,7 +165,7 @@ class Reader(Dataset):
 
     def _frames(self, key: str, feature: Mapping[str, Any], facts: Mapping[str, Any]) -> np.ndarray:
         where = {name: int(facts[f"videos/{key}/{name}"]) for name in ("chunk_index", "file_index")}
-        path = self.path / str(self.metadata.get("video_path", VIDEO_PATH)).format(video_key=key, **where)
+        path = self._file("video_path", VIDEO_PATH, video_key=key, **where)
         if not path.is_file():
             raise MissingKeyError(f"the video {path} is missing")
         start, count = float(facts.get(f"videos/{key}/from_timestamp") or 0.0), int(facts["length"])
@@ -246,7 +270,11 @@ def read_frames(path: Path, start: float, count: int) -> np.ndarray:
     try:
         reader = imageio_ffmpeg.read_frames(
             str(path),
-            input_params=["-ss", f"{start:.6f}"] if start else [],
+            # A file that is called .mp4 may be a playlist, which would name other files and addresses.
+            input_params=[
+                *("-protocol_whitelist", "file", "-f", "mov"),
+                *(("-ss", f"{start:.6f}") if start else ()),
+            ],
             output_params=["-vsync", "passthrough"],
         )
         width, height = next(reader)["size"]

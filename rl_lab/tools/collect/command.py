@@ -12,6 +12,7 @@ import numpy as np
 
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import Spec
+from rl_lab.tools.resume import add_trust
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--success", action="store_true", help="store only episodes that log success")
     parser.add_argument("--recordings", action="store_true", help="take the recordings of rl-lab play")
     parser.add_argument("--device", default="auto")
+    add_trust(parser)
     parser.add_argument(
         "--save-seconds",
         type=float,
@@ -136,7 +138,7 @@ def _agent_source(args: argparse.Namespace) -> Source:
         raise ConfigError(
             "--task is for sources that are no run: an agent plays in the environment of its run"
         )
-    agent = load_agent(args.source, checkpoint=args.checkpoint, device=args.device)
+    agent = load_agent(args.source, checkpoint=args.checkpoint, device=args.device, trust=args.trust)
     torch.set_num_threads(int(agent.config.training.threads))
     options = env_config_options(to_plain(agent.config.environment), evaluation=True)
     options.pop("normalize_observations", None)

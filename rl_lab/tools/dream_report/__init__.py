@@ -64,12 +64,17 @@ def fitting_context(folder: RunFolder) -> int:
     from rl_lab.tools.report.curves import Metrics
     from rl_lab.utils.files import read_json
 
-    if folder.exported:
-        file = folder.path / "scores.json"
-        lengths = [read_json(file).get("length_mean")] if file.is_file() else []
-    else:
-        metrics = Metrics.read(folder.path / "metrics.jsonl")
-        lengths = [metrics.last(key) for key in ("eval/length_mean", "collect/length_mean")]
+    lengths: list[Any]
+    try:
+        if folder.exported:
+            file = folder.path / "scores.json"
+            scores = read_json(file) if file.is_file() else {}
+            lengths = [scores.get("length_mean")] if isinstance(scores, dict) else []
+        else:
+            metrics = Metrics.read(folder.path / "metrics.jsonl")
+            lengths = [metrics.last(key) for key in ("eval/length_mean", "collect/length_mean")]
+    except LabError:
+        return MOST_CONTEXT  # `load_models` names the run
     typical = next((length for length in lengths if isinstance(length, int | float) and length), None)
     return MOST_CONTEXT if typical is None else max(1, min(MOST_CONTEXT, int(typical / 6)))
 
@@ -197,13 +202,27 @@ def measure(
 def load_models(
     folders: Sequence[RunFolder], checkpoint: str, device: str, notes: list[str], *, trust: bool = False
 ) -> list[Model]:
-    """Load the models that can be stepped and compared with the first one; `notes` gets the others' reasons."""
+    """Load the models that can be stepped and compared with the first one; `notes` gets the others' reasons.
+
+    A run that cannot be read or loaded is left out, too, unless it is the only one.
+    """
     from rl_lab.agent import agent_from, checkpoint_path
-    from rl_lab.tools.report.runs import load_runs
+    from rl_lab.tools.report.runs import load_readable, load_runs
 
     agents: dict[Path, Agent] = {}
-    for run in load_runs(folders):
-        agent = agent_from(run.folder, checkpoint_path(run.folder, checkpoint), device, trust=trust)
+    runs, unreadable = load_readable(folders)
+    if len(folders) == 1:
+        for error in unreadable.values():
+            raise error
+    notes += [f"left out: {sentence}" for sentence in unreadable]
+    for run in runs:
+        try:
+            agent = agent_from(run.folder, checkpoint_path(run.folder, checkpoint), device, trust=trust)
+        except LabError as error:
+            if len(folders) == 1:
+                raise
+            notes.append(f"left out: {run.label}: {error}")
+            continue
         first = next(iter(agents.values()), None)
         if not agent.workflow.can_dream:
             notes.append(

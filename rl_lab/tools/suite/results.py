@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from rl_lab.environments.suites.crafter import crafter_score
 from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.tools.suite.definition import Planned, Score, Suite
 from rl_lab.utils.files import json_safe, read_json, read_jsonl, write_json_atomic
+from rl_lab.utils.untrusted import LinkError, check_links, control_characters, strings
 
 FORMAT = 1
 DONE, PARTIAL, FAILED, MISSING = "done", "partial", "failed", "missing"
@@ -48,6 +51,12 @@ class SuiteFolder:
         self.events = self.path / "suite.jsonl"
 
     def make(self) -> None:
+        """Create the folder. Links out of it are refused: results and logs would be written elsewhere."""
+        if self.path.is_dir():
+            try:
+                check_links(self.path, skip=("runs",))
+            except LinkError as error:
+                raise ConfigError(f"--folder: {str(error).partition(' and is not followed')[0]}") from None
         try:
             self.results.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -84,6 +93,7 @@ class SuiteFolder:
 
         A run that starts again on another machine, without its run folder, must not replace a longer curve.
         """
+        check_result(result, "the result")
         name = str(result["name"])
         with contextlib.suppress(LabError):
             before = self.read(name)
@@ -114,7 +124,60 @@ def read_result(file: Path) -> dict[str, Any]:
     required = ("name", "method", "task", "seed", "status")
     if not isinstance(result, dict) or any(key not in result for key in required):
         raise LabError(f"{file} is not the result of a run of a suite: remove it from the folder")
+    check_result(result, str(file))
     return result
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}")  # a file name, and no path
+
+
+def check_result(result: Mapping[str, Any], source: str) -> None:
+    """Raise LabError for values that no result has: it may be a stranger's file. The name becomes a file name."""
+    for path, text in strings(dict(result)):
+        if path in ("name", "method", "task", "status", "title") and control_characters(text):
+            raise LabError(f"{source}: {path} has control characters")
+    for key, valid in _VALID.items():
+        value = result.get(key)
+        if not valid(value):
+            raise LabError(f"{source}: {key} is {ascii(value)[:100]}, which no result of a suite has")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (_is_number(value) and 0 <= value < math.inf)
+
+
+def _is_score(value: Any) -> bool:
+    """None, a number, or what `json_safe` writes for a number that is not finite."""
+    return value is None or _is_number(value) or value in ("NaN", "Infinity", "-Infinity")
+
+
+def _is_curve(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list)
+        and all(
+            isinstance(row, Mapping)
+            and {"frames", "return_mean"} <= row.keys()
+            and _is_count(row["frames"])
+            and _is_score(row["return_mean"])
+            for row in value
+        )
+    )
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "name": lambda value: isinstance(value, str) and bool(_NAME.fullmatch(value)),
+    "method": lambda value: isinstance(value, str),
+    "task": lambda value: isinstance(value, str),
+    "seed": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "status": lambda value: value in (DONE, PARTIAL, FAILED),
+    **dict.fromkeys(("frames", "budget_frames", "steps", "updates", "seconds", "gpu_hours"), _is_count),
+    **dict.fromkeys(("score", "score_frames"), _is_score),
+    **dict.fromkeys(("evaluations", "training_episodes"), _is_curve),
+}
 
 
 def status_of(planned: Planned, result: Mapping[str, Any] | None) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_lab.errors import ConfigError, LabError
+from rl_lab.errors import ConfigError, LabError, one_line
 from rl_lab.tools.suite.definition import Method, Planned, Suite
-from rl_lab.tools.suite.results import DONE, FORMAT, PARTIAL, SuiteFolder, without_paths
+from rl_lab.tools.suite.results import DONE, FORMAT, PARTIAL, SuiteFolder, check_result, without_paths
 from rl_lab.utils.files import read_json
 
 # Words of a command that change what is computed; all others are budget, cadence, output or speed.
@@ -36,10 +36,14 @@ def take_in(suite: Suite, folder: SuiteFolder, files: Sequence[Path]) -> Iterato
                 )
             result = {**content, "config": without_paths(content.get("config"))}
         else:
-            result = kept_result(suite, file, content)
+            try:
+                result = kept_result(suite, file, content)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise LabError(f"{file} is not a kept result: {one_line(error)}") from None
+        check_result(result, str(file))
         written = folder.write(result)
         state = (
-            f"{result['status']}, {result['frames']:,} frames"
+            f"{result['status']}, {int(result.get('frames') or 0):,} frames"
             if written
             else "not taken: a longer one is there"
         )
@@ -109,8 +113,11 @@ def _method(suite: Suite, file: Path, words: Sequence[str], given: Mapping[str, 
 
 def _curve(file: Path, kept: Mapping[str, Any]) -> list[dict[str, float]]:
     """Return the rows of the CSV file beside a kept JSON file."""
-    place = file.parent / str(kept.get("curve") or "")
-    if not place.is_file():
+    name = str(kept.get("curve") or "")
+    if Path(name).name != name:
+        raise ValueError(f"its curve is {name[:100]!r}, which is not the name of a file beside it")
+    place = file.parent / name
+    if not name or not place.is_file():
         return []
     with place.open(encoding="utf-8", newline="") as opened:
         return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(opened)]
