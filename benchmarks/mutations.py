@@ -6,6 +6,7 @@ it changes, there is no traceback, no unexpected exception and no hang.
 
     rl-lab bench mutations --count 1000 --json docs/results/mutations.json
     rl-lab bench mutations --first 417 --count 1 --show        one trial again
+    rl-lab bench mutations --each                              every file and folder, by each of bytes, links and types
 """
 
 from __future__ import annotations
@@ -57,16 +58,35 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
         "--first", type=int, default=0, help="number of the first trial, the seed of its choices"
     )
     parser.add_argument("--show", action="store_true", help="print what each trial did")
+    parser.add_argument(
+        "--each",
+        action="store_true",
+        help="one trial for every file and folder of both runs and each of bytes, links and types",
+    )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="rl_lab_mutations_") as place:
         trials = Trials(Path(place))
         results = []
-        for number in range(args.first, args.first + args.count):
-            result = trials.run(number)
+        targets: list[Target | None] = [*trials.targets()] if args.each else [None] * args.count
+        for number, target in enumerate(targets, start=args.first):
+            result = trials.run(number, target)
             results.append(result)
             if args.show or result["problems"]:
                 print(json.dumps(result), flush=True)
-    return rows_of(results)
+    rows = rows_of(results)
+    if args.each:
+        rows.insert(
+            0,
+            {
+                "name": "targets: run, file or folder, kind of change",
+                "value": len(targets),
+                "unit": "targets",
+            },
+        )
+    return rows
+
+
+Target = tuple[str, str, str]  # run, path in it, kind of change
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -117,17 +137,30 @@ class Trials:
                 _main(["eval", str(place / name), "--episodes", "1", "--no-video"])
                 _main(["play", str(place / name), "--video", "--steps", "3"])
 
-    def run(self, number: int) -> dict[str, Any]:
-        """Run one trial; its number gives all its choices."""
+    def targets(self) -> list[Target]:
+        """Return every file and folder of the runs with each kind of change that it can have."""
+        return [
+            (name, str(path.relative_to(self.place / name)), kind)
+            for name in RUNS
+            for path in sorted((self.place / name).rglob("*"))
+            for kind in ("bytes", "links", "types")
+            if kind != "bytes" or path.is_file()
+        ]
+
+    def run(self, number: int, target: Target | None = None) -> dict[str, Any]:
+        """Run one trial; its number gives all its choices, but for the target if there is one."""
         choose = random.Random(number)
-        name = choose.choice(list(RUNS))
+        name = target[0] if target else choose.choice(list(RUNS))
         copy = self.place / "trial" / "run"
         shutil.rmtree(copy.parent, ignore_errors=True)
         shutil.copytree(self.place / name, copy, symlinks=True)
-        if choose.random() < 0.5:
+        if choose.random() < 0.5 and not (target and target[1] == "config/signature.json"):
             (copy / "config" / "signature.json").unlink()  # it was made elsewhere
-        kind = choose.choice(list(WAYS))
-        done = [self.change(copy, kind, choose) for _ in range(choose.choice((1, 1, 1, 2, 3)))]
+        kind = target[2] if target else choose.choice(list(WAYS))
+        if target:
+            done = [self.change(copy, kind, choose, copy / target[1])]
+        else:
+            done = [self.change(copy, kind, choose) for _ in range(choose.choice((1, 1, 1, 2, 3)))]
         if choose.random() < 0.4:
             vouch(copy)
         command = choose.choices(COMMANDS, WEIGHTS)[0]
@@ -155,9 +188,11 @@ class Trials:
 
     # ------------------------------------------------------------ changes
 
-    def change(self, run: Path, kind: str, choose: random.Random) -> str:
+    def change(self, run: Path, kind: str, choose: random.Random, path: Path | None = None) -> str:
         way = choose.choice(WAYS[kind])
-        if way in ("names", "yaml"):
+        if path is not None:
+            pass
+        elif way in ("names", "yaml"):
             path = run / "config.yaml"
         elif way == "pickle":
             path = choose.choice(
