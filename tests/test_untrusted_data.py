@@ -126,6 +126,18 @@ def test_readers_import_nothing_and_end_with_one_sentence(
     assert tried > 3 or format == "pt"
 
 
+@pytest.mark.parametrize("file", ["chunk-00000000.episodes", "index.log", "layout.json"])
+def test_device_in_the_place_of_a_file_is_one_sentence(file: str, tmp_path: Path) -> None:
+    spec = SPECS["vector"]
+    folder = write(tmp_path / "data", spec, "lab")
+    found = folder / file
+    found.unlink()
+    found.symlink_to("/dev/zero")
+    with pytest.raises(LabError, match=f"{tmp_path.name}"):
+        buffer = OfflineBuffer(spec.row_columns(), path=folder, spec=spec)
+        buffer.read(0, buffer.total_rows)
+
+
 @pytest.mark.parametrize(
     "pattern",
     [

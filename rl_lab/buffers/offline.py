@@ -25,7 +25,7 @@ from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.buffers.ring import Array, as_rows
 from rl_lab.buffers.row_layout import Bytes, RowLayout, check_row, read_layout
 from rl_lab.buffers.samplers import SamplerFactory
-from rl_lab.errors import CheckpointError, ConfigError, LabError, closest
+from rl_lab.errors import CheckpointError, ConfigError, LabError, closest, one_line
 from rl_lab.protocols import Sampler
 from rl_lab.records import ArraySpec, BatchSpec, Spec
 from rl_lab.utils.checkpoint.loading import load_checkpoint
@@ -188,6 +188,15 @@ def open_source(
     episodes: int | None = None,
 ) -> RowSource:
     """Open a run, a checkpoint, the folder of an EpisodeBuffer, a zarr folder, or stored episodes of any format."""
+    try:
+        return _open_source(path, spec, buffer, observations, episodes)
+    except OSError as error:  # a file of the data that is a folder, a pipe or a device
+        raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def _open_source(
+    path: Path, spec: Spec, buffer: str, observations: Mapping[str, Keys] | None, episodes: int | None
+) -> RowSource:
     if is_zarr_layout(path) and not is_ours(path):
         return ZarrEpisodes(path, spec, observations, episodes)
     if observations is not None or episodes is not None:

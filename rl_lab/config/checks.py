@@ -37,6 +37,10 @@ def positive(*more: Any) -> Rule:
     return text, lambda value: _among(value, more) or (_is_number(value) and value > 0)
 
 
+def at_least(least: float) -> Rule:
+    return f"a number of at least {least:g}", lambda value: _is_number(value) and value >= least
+
+
 def one_of(*names: Any) -> Rule:
     return " or ".join(map(_shown, names)), lambda value: _among(value, names)
 
@@ -78,6 +82,19 @@ RULES: dict[str, Rule] = {
     "algorithm.batch_size": integer(1),
     "algorithm.batch_length": integer(1),
     "algorithm.train_ratio": positive(None),
+    "algorithm.learning_rate": positive(),
+    "algorithm.discount_horizon": at_least(1),
+    "algorithm.free_nats": at_least(0),
+    **{
+        f"environment.{name}{key}": rule
+        for name in ("", "eval.")
+        for key, rule in (
+            ("timeout", positive(None)),
+            ("normalize_observations", FLAG),
+            ("normalize_clip", positive(None)),
+            ("history_limit", integer(0)),
+        )
+    },
     "training.total_timesteps": integer(1, None),
     "training.phases": ("a list", lambda value: isinstance(value, list)),
     "training.precision": TEXT,
@@ -121,6 +138,15 @@ RULES: dict[str, Rule] = {
 }
 
 
+OPTIMIZER_RULES: dict[str, Rule] = {
+    "lr": at_least(0),
+    "modules": (
+        "a list of names",
+        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    ),
+}
+
+
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unknown key or a value of the wrong type. config: plain and resolved."""
     check_keys(config)
@@ -157,7 +183,11 @@ def check_complete(config: Mapping[str, Any]) -> None:
 
 
 def check_present(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an override removed a key that the root config has. config: plain, not resolved."""
+    """Raise ConfigError if overrides removed a key of the root config, or replaced a section. config: not resolved."""
+    for section in (*SECTIONS, "environment", "workflow"):
+        node = config.get(section, {})
+        if not isinstance(node, Mapping) and not str(node).startswith("${"):
+            raise ConfigError(f"{section} must be {SECTION[0]}, not {node!r}")
     for section in CLOSED_SECTIONS:
         for path in _leaf_paths(root_keys()[section], section):
             if not list(_values(config, path)) and not _replaced(config, path):
@@ -190,6 +220,12 @@ def check_rules(config: Mapping[str, Any], prefix: str = "") -> None:
                 hint = closest(str(value), expected.split(" or ")) if isinstance(value, str) else ""
                 near = hint.partition(" Known:")[0] if "Did you mean" in hint else ""
                 raise ConfigError(f"{path} must be {expected}, not {value!r}.{near}")
+    optimizers = config.get("optimizers")
+    for name, node in optimizers.items() if isinstance(optimizers, Mapping) else ():
+        for key, (expected, fits) in OPTIMIZER_RULES.items() if isinstance(node, Mapping) else ():
+            path = f"optimizers.{name}.{key}"
+            if key in node and path.startswith(prefix) and not fits(node[key]):
+                raise ConfigError(f"{path} must be {expected}, not {node[key]!r}")
 
 
 def check_keys(config: Mapping[str, Any]) -> None:

@@ -433,11 +433,11 @@ def _check(
         ("workers", workers, 0),
         ("history_limit", history_limit, 0),
     ):
-        if value is not None and (not isinstance(value, int) or value < minimum):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
             raise ConfigError(f"environment.{name}={value!r} must be an integer of at least {minimum}")
     if infos not in ("log", "all"):
         raise ConfigError(f"environment.infos={infos!r}: use 'log' or 'all'")
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
         raise ConfigError(f"environment.timeout={timeout!r} must be above 0 seconds, or null for no limit")
 
 

@@ -107,7 +107,9 @@ def make_normalizer(
     spec: Spec, enabled: bool, clip: float | None, statistics: Mapping[str, Any] | None = None
 ) -> ObservationNormalizer | None:
     """Return a normalizer, frozen if `statistics` are given; None if not enabled."""
-    if not isinstance(enabled, bool) or (clip is not None and not clip > 0):
+    if not isinstance(enabled, bool) or (
+        clip is not None and not (isinstance(clip, int | float) and clip > 0)
+    ):
         raise ConfigError(
             f"environment.normalize_observations={enabled!r} must be true or false, and normalize_clip={clip!r} must be "
             "above 0, or null for no clipping"

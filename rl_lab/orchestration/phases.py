@@ -5,6 +5,7 @@ All errors in the phases of a config are raised here, before the first environme
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,6 +190,8 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str, resolve: Cal
         name, node = item, dict[str, Any]()
     elif isinstance(item, Mapping) and len(item) == 1:
         name, node = next(iter(item.items()))
+        if node is not None and not isinstance(node, Mapping):
+            raise ConfigError(f"{where}: the hook {name!r} must have a mapping of settings, not {node!r}")
         node = dict(node or {})
     else:
         raise ConfigError(f"{where}: a hook must be a name or one 'name: {{…}}', not {item!r}")
@@ -223,6 +226,11 @@ def _hook_use(item: Any, hooks: Mapping[str, HookInfo], where: str, resolve: Cal
 
 
 def _ratio(where: str, node: Mapping[str, Any], info: HookInfo | None) -> float | None:
+    for key in _RATIO_KEYS:
+        given = node.get(key)
+        number = isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
+        if given is not None and not number:
+            raise ConfigError(f"{where}: {key} must be a number above 0, not {given!r}")
     value = node.get("updates_per_env_step")
     if value is None:
         replayed = node.get("replayed_steps_per_env_step")

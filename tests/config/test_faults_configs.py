@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from rl_lab.cli import main
 from rl_lab.config.checks import root_keys
 from rl_lab.config.compose import compose_config
 from rl_lab.errors import LabError
@@ -237,3 +238,38 @@ def test_unknown_keys_are_errors_in_closed_sections(tmp_path: Path):
             ):
                 words = words_of("random", [f"+{section}.{near}x=1"], tmp_path)
                 train_config(compose_config(words), words, say=lambda text: None)
+
+
+MALFORMED = {
+    "buffers=1": "buffers must be a mapping, not 1",
+    "training=3": "training must be a mapping, not 3",
+    "~training.capture": "training.capture is missing",
+    "~training.checkpoint": "training.checkpoint.every_env_steps is missing",
+    "~training.evaluate.episodes": "training.evaluate.episodes is missing",
+    "+optimizers.model.lr.zz=.inf": "optimizers.model.lr must be a number of at least 0",
+    "optimizers.model.lr=2020-01-01": "optimizers.model.lr must be a number of at least 0, not '2020-01-01'",
+    "optimizers.model.modules.2=-0": "optimizers.model.modules must be a list of names",
+    "environment.timeout=no": "environment.timeout must be a number above 0 or null, not 'no'",
+    "environment.normalize_clip=''": "environment.normalize_clip must be a number above 0 or null, not ''",
+    "environment.history_limit=true": "environment.history_limit must be an integer of at least 0",
+    "algorithm.learning_rate=0": "algorithm.learning_rate must be a number above 0, not 0",
+    "algorithm.learning_rate=-1": "algorithm.learning_rate must be a number above 0, not -1",
+    "algorithm.learning_rate=${now:%Y}": "algorithm.learning_rate must be a number",
+    "algorithm.discount_horizon=0": "algorithm.discount_horizon must be a number of at least 1, not 0",
+    "algorithm.discount_horizon=-5": "algorithm.discount_horizon must be a number of at least 1, not -5",
+    "algorithm.free_nats=-1": "algorithm.free_nats must be a number of at least 0, not -1",
+    "training.phases.0.workflow_hooks.1.update=nan": "phase 'joint': the hook 'update' must have a mapping",
+    "training.phases.0.workflow_hooks.1.update.replayed_steps_per_env_step=../..": (
+        "phase 'joint', hook 'update': replayed_steps_per_env_step must be a number above 0, not '../..'"
+    ),
+}
+
+
+@pytest.mark.parametrize("word", MALFORMED)
+def test_known_malformed_overrides_name_their_key(word: str, tmp_path: Path, capsys) -> None:
+    """Each of these once ended as an unexpected error, or trained with a number that makes no sense."""
+    words = [*BASES["dreamer"], *QUIET, "environment.eval.workers=0", f"run_dir={tmp_path / 'run'}"]
+    assert main(["train", *words, word]) == 1
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: {MALFORMED[word]}") and "unexpected" not in error
+    assert not (tmp_path / "run").exists()
