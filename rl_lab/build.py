@@ -31,6 +31,7 @@ from rl_lab.orchestration.phases import EVERY_KEYS, Cadences, Every, HookInfo, P
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
 from rl_lab.orchestration.side_jobs import SideJobs
+from rl_lab.orchestration.update_check import check_batches
 from rl_lab.orchestration.updates import HookRunner, Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep
 from rl_lab.records import AnyHook, EvolveHook, Spec, TransformHook
@@ -116,6 +117,7 @@ def build_run(
     collector.rows_on_host |= any(getattr(b, "on_host", False) for b in buffers.values())
 
     hooks = workflow.hooks()
+    check_batches(hooks, spec.row_columns())
     storage = Storage(
         buffers,
         hooks,

@@ -5,6 +5,7 @@ Such a run would collect to its end and save the initial weights, with nothing b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from rl_lab.errors import ConfigError, LabError
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import PhaseDefinition
 from rl_lab.orchestration.updates import Storage
-from rl_lab.records import AnyHook, BatchSpec, Episode
+from rl_lab.records import AnyHook, ArraySpec, BatchSpec, Episode
 
 UPDATE_KINDS = ("update", "evolve")
 MAX_SIMULATED_ACTIONS = 200_000  # 0.3 s of CPU time; a run whose first update comes later is not judged
@@ -85,6 +86,37 @@ def check_updates(
 
 def update_hooks(phase: PhaseDefinition) -> list[str]:
     return [use.name for use in phase.hooks if use.kind in UPDATE_KINDS]
+
+
+def check_batches(
+    hooks: Mapping[str, AnyHook], columns: Mapping[str, ArraySpec], memory: int | None = None
+) -> None:
+    """Raise ConfigError for a batch of stored rows that cannot fit into this machine's memory.
+
+    The system would grant it, and kill the process when it is filled. columns: of a stored row; memory: bytes
+    """
+    from rl_lab.buffers.ring import row_bytes
+
+    memory = _memory() if memory is None else memory
+    for name, hook in hooks.items():
+        batch = getattr(hook, "batch", None)
+        if batch is None or memory is None:
+            continue
+        chosen = [spec for key, spec in columns.items() if batch.keys is None or key in batch.keys]
+        needed = batch.size * batch.rows * sum(map(row_bytes, chosen))
+        if needed > memory:
+            raise ConfigError(
+                f"algorithm.batch_size is too large: a batch of hook '{name}', {batch.size:,} × {batch.rows:,} rows, needs "
+                f"{needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f}: lower it, or algorithm.batch_length"
+            )
+
+
+def _memory() -> int | None:
+    """Return the bytes of this machine's memory, or None where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _check_capacities(

@@ -13,8 +13,8 @@ from rl_lab.cli import main
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import HookInfo, PhaseDefinition, parse_phases
-from rl_lab.orchestration.update_check import MAX_SHORT_EPISODES, UpdateWatch, check_updates
-from rl_lab.records import AnyHook, BatchSpec, Episode, EvolveHook, Hook, UpdateResult
+from rl_lab.orchestration.update_check import MAX_SHORT_EPISODES, UpdateWatch, check_batches, check_updates
+from rl_lab.records import AnyHook, ArraySpec, BatchSpec, Episode, EvolveHook, Hook, UpdateResult
 
 BATCH = BatchSpec(size=2, length=5)
 WITHIN = BatchSpec(size=2, length=5, boundary="within")
@@ -202,3 +202,25 @@ def test_command_says_so_and_stops(tmp_path: Path, capsys):
     assert main(words) == 1
     assert "error: training.total_timesteps=4 would end without an update" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_batch_that_memory_cannot_hold_is_refused() -> None:
+    """2 sequences of 5 rows of 3 float32 and 1 bool: 130 bytes."""
+    columns = {"obs/vector": ArraySpec((3,), "float32"), "is_first": ArraySpec((), "bool")}
+    check_batches(hooks(), columns, memory=130)
+    check_batches(hooks(None), columns, memory=0)
+    check_batches(hooks(BatchSpec(size=2, length=5, keys=("is_first",))), columns, memory=10)
+    with pytest.raises(ConfigError, match=r"^algorithm\.batch_size is too large: .*'update', 2 × 5 rows"):
+        check_batches(hooks(), columns, memory=129)
+
+
+def test_command_refuses_a_batch_that_memory_cannot_hold(tmp_path: Path, capsys) -> None:
+    words = [
+        "experiment=dreamer_cartpole",
+        "debug=tiny",
+        "environment=dummy_discrete",
+        "environment.workers=0",
+    ]
+    words += ["algorithm.batch_size=10000000000", "training.total_timesteps=1000000", "logging.progress=off"]
+    assert main(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 1
+    assert "error: algorithm.batch_size is too large: " in capsys.readouterr().err

@@ -246,3 +246,13 @@ def test_diffusers_tokenizer(tmp_path: Path):
     updated("iris", *words, "components.tokenizer.trained=true")
     with pytest.raises(ConfigError, match=r"no config\.json"):
         make_workflow("iris", words[0], f"components.tokenizer.path={tmp_path}", words[2])
+
+
+@pytest.mark.parametrize(
+    ("experiment", "temperature"),
+    [("iris_atari100k", 0.5), ("delta_iris_atari100k", 1.0), ("delta_iris_crafter", 1.0)],
+)
+def test_evaluations_have_the_authors_temperature(experiment: str, temperature: float):
+    """eloialonso/iris config/trainer.yaml: 0.5; vmicheli/delta-iris config: 1."""
+    evaluate = compose_config([f"experiment={experiment}"]).training.evaluate
+    assert evaluate.sample and evaluate.temperature == temperature
