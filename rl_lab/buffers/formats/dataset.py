@@ -44,7 +44,7 @@ class Dataset(abc.ABC):
         """Errors of `episode` about damaged or foreign content name the path and the episode."""
         super().__init_subclass__()
         if "episode" in cls.__dict__:
-            cls.episode = _with_sentence(cls.__dict__["episode"])  # type: ignore[method-assign]
+            cls.episode = _with_sentence(cls.__dict__["episode"])  # type: ignore[assignment, method-assign]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -113,7 +113,8 @@ def _check_spec(spec: Spec) -> None:
     names = [spec.name, *spec.observations]
     if not all(isinstance(name, str) and not control_characters(name) for name in names):
         raise ValueError("its names are no text")
-    for each in (*spec.observations.values(), spec.action):
+    parts: list[ArraySpec | ActionSpec] = [*spec.observations.values(), spec.action]
+    for each in parts:
         if not all(isinstance(size, int) and 0 <= size < 2**31 for size in each.shape):
             raise ValueError(f"it has the shape {str(each.shape)[:100]}")
         np.dtype(each.dtype)
