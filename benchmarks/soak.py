@@ -64,7 +64,9 @@ FAULTS = (
     *("worker_kill", "worker_hang", "disk_full", "truncated", "flipped", "flipped_live", "sigterm"),
     *("sigterm_hang", "kill_hang", "evaluation", "lock_deleted", "moved", "cwd_deleted"),
 )
-LEAVE_S = 20.0  # for a trainer to save and end while an environment hangs; 5 s of it are the grace time
+# For a trainer to save and end while an environment hangs; 5 s of it are the grace time. A machine on which n processes
+# wait for each core gets n times as long.
+LEAVE_S = 20.0
 # Pattern of the trainer's message about each fault, which is required.
 REPORTED = {
     "worker_kill": r"worker of environments .* was killed by SIGKILL: .*new seed",
@@ -270,9 +272,10 @@ def sigterm_hang(trainer: Trainer, rng: random.Random) -> str:
         took = time.monotonic() - began
     finally:
         (trainer.faults / "train" / "hang").unlink()
-    if took > LEAVE_S:
-        raise RuntimeError(f"the trainer ended {took:.1f} s after SIGTERM")
-    return f"trainer, which ended after {took:.1f} s"
+    load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    if took > LEAVE_S * load:
+        raise RuntimeError(f"the trainer ended {took:.1f} s after SIGTERM, with {load:.1f} processes a core")
+    return f"trainer, which ended after {took:.1f} s, with {load:.1f} processes a core"
 
 
 def kill_hang(trainer: Trainer, rng: random.Random) -> str:
@@ -370,6 +373,7 @@ def soak(folder: Path, minutes: float, every: float, seed: int) -> tuple[list[di
                 events[-1]["violation"] = f"{type(error).__name__}: {error}".replace(str(folder), "RUN")
                 if trainer.process is None or trainer.process.poll() is not None:
                     trainer.start()
+                    trainer.wait_until_running()
             events[-1]["recovered_s"] = round(time.monotonic() - begin - events[-1]["seconds"], 1)
             due = max(due + every, time.monotonic())
         sigterm(trainer, rng)
