@@ -31,6 +31,7 @@ CHANGED = {
     "dreamer_cartpole": {"components.encoder._target_"},
     "dreamer_mpc_cartpole": {"components.encoder._target_"},
     "tdmpc2_gym_mujoco": {"environment.size"},
+    "iris_atari100k": {"training.evaluate.temperature"},  # 0.5, as its authors evaluate
     # A preset that keeps the pole up: action repeat 2, phases with bursts of random actions, finer bins.
     "tdmpc2_cartpole": {
         "algorithm.episode_length",
