@@ -44,6 +44,10 @@ VERBS = {
     ),
     "bench": ("rl_lab.tools.bench", "run a benchmark: rl-lab bench loop"),
     "list": ("rl_lab.tools.listing", "list experiments, workflows, components, environments and sizes"),
+    "envs": (
+        "rl_lab.tools.envs",
+        "make, list and remove interpreters for simulators: rl-lab envs create metaworld",
+    ),
     "doctor": (
         "rl_lab.tools.doctor",
         "check this machine, and print the commands that install missing packages",

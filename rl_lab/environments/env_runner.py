@@ -25,6 +25,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from rl_lab.environments.faults import PeerLost
 from rl_lab.environments.spec import ObservationCheck, UnusableRow, finite_number, flag
 from rl_lab.environments.wrappers import add_log
 from rl_lab.errors import LabError, one_line
@@ -59,12 +60,14 @@ class EnvironmentFailure(Exception):
 class Slot:
     """One environment, with the log sums and the step count of its current episode."""
 
-    __slots__ = ("env", "game", "index", "log", "steps")
+    __slots__ = ("env", "far", "game", "index", "log", "steps", "to_native")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.env: gymnasium.Env | None = None  # None: failed or not yet created; the next reset creates it
         self.game: Any = None  # the innermost environment, if it has `reset_continues`
+        self.far: Any = None  # the innermost environment, if it has `begin_step` (see `interpreters.peer`)
+        self.to_native: Any = None  # converts an action of the agent to one for `begin_step`
         self.log: dict[str, float] = {}
         self.steps = 0  # calls of `step` in the current episode
 
@@ -77,6 +80,7 @@ class EnvRunner:
         log        index -> sums of the `log/` infos of the episode that just ended
         faults     index -> traceback of an environment that raised; it is closed and its row is not written
         unusable   index -> why the row of an environment is unusable; it is closed and its row is not written
+    lost       number of a process that died -> (kind, what, advice, indices of its environments)
         side       index -> traceback of a video that failed; the environment goes on
         env        index -> info, with `all_infos`
 
@@ -126,6 +130,7 @@ class EnvRunner:
         reply: Reply = {}
         arrays = self.arrays
         obs, terminated, truncated = arrays.obs, arrays.terminated, arrays.truncated
+        self.begin_steps()
         for slot in self.slots:
             index = slot.index
             try:
@@ -138,6 +143,20 @@ class EnvRunner:
                 self._fail(slot, error, reply)
             arrays.call_counts[index] += 1
         return reply
+
+    def begin_steps(self) -> None:
+        """Send the actions to environments in other processes, so that all of them step at the same time."""
+        arrays = self.arrays
+        peers = []
+        for slot in self.slots:
+            index = slot.index
+            if slot.far is None or slot.env is None or arrays.terminated[index] or arrays.truncated[index]:
+                continue
+            with contextlib.suppress(Exception):  # `step` raises it again
+                slot.far.begin_step(slot.to_native(arrays.action[index]))
+                peers.append(slot.far.peer)
+        for peer in dict.fromkeys(peers):
+            peer.send_steps()
 
     def replay(self, histories: Mapping[int, Sequence[Segment]]) -> Reply:
         """Replay open games: index -> episodes of a game, each with the seed of its reset and its actions.
@@ -190,6 +209,9 @@ class EnvRunner:
         slot.env = self.factory(self.render_frames and slot.index == 0)
         inner = slot.env.unwrapped
         slot.game = inner if hasattr(inner, "reset_continues") else None
+        slot.far = inner if hasattr(inner, "begin_step") else None
+        if slot.far is not None:
+            slot.to_native = slot.env.get_wrapper_attr("action")  # of StandardAction
         return slot.env
 
     @staticmethod
@@ -277,8 +299,12 @@ class EnvRunner:
         if isinstance(error, UnusableRow):
             when = f"at step {slot.steps} of the episode" if slot.steps else "at the reset of the episode"
             reply.setdefault("unusable", {})[slot.index] = f"{error} {when}"
+        elif isinstance(error, PeerLost):
+            lost = reply.setdefault("lost", {})
+            lost.setdefault(error.peer, (error.kind, error.what, error.advice, []))[3].append(slot.index)
         else:
-            reply.setdefault("faults", {})[slot.index] = traceback.format_exc()
+            text = getattr(error, "far_traceback", "") or traceback.format_exc()
+            reply.setdefault("faults", {})[slot.index] = text
         env, slot.env = slot.env, None
         if env is not None:
             try:

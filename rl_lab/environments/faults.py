@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 import warnings
 from collections import deque
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_lab.errors import ConfigError, EnvironmentFaultError
+from rl_lab.errors import ConfigError, EnvironmentFaultError, LabError
 
 KINDS = ("raised", "died", "hung")
 MAX_CONSECUTIVE = 100  # failed resets of one environment in a row, if `limit` is None
@@ -103,6 +104,29 @@ class FaultLog:
 
     def set_state(self, state: Mapping[str, int]) -> None:
         self.counts = {kind: int(state.get(kind, 0)) for kind in KINDS}
+
+
+class PeerLost(LabError):
+    """A process with environments in another interpreter died, hangs or sends what it must not.
+
+    kind:      "died" or "hung"
+    who, what: subject and predicate of the message; advice: an additional sentence
+    peer:      number of the process: it fails all its environments, which is one failure
+    """
+
+    def __init__(self, kind: str, who: str, what: str, advice: str = "", peer: int = 0) -> None:
+        super().__init__(f"{who} {what}" + (f". {advice}" if advice else ""))
+        self.kind = kind
+        self.what = what
+        self.advice = advice
+        self.peer = peer
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def last_line(text: str) -> str:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import gymnasium
 
 from rl_lab.environments.faults import RestartLimit
+from rl_lab.environments.interpreters.places import Place, place_of
 from rl_lab.environments.native import form_data
 from rl_lab.environments.normalizer import make_normalizer
 from rl_lab.environments.spec import spec_of
@@ -72,6 +74,10 @@ VECTOR_OPTIONS = frozenset(_VECTOR_OPTION_NAMES.split())
 
 Task = str | Callable[..., gymnasium.Env]
 
+# A worker process waits for the other interpreter, and reports it; the trainer waits a little longer for the worker.
+FAR_GRACE_S = 5.0
+
+_groups = itertools.count(1)  # of environments that share a process with another interpreter
 _probed: dict[str, tuple[Spec, dict[str, Any]]] = {}
 
 
@@ -89,6 +95,8 @@ class EnvFactory:
     observations: tuple[str, ...] | None = None
     wrappers: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    place: Place | None = None  # of an environment in another interpreter; `task` is not resolved then
+    seed_argument: str | None = None
 
     def __call__(self, render: bool = False) -> gymnasium.Env:
         """Create one environment; wrappers are applied in the order of these lines, from the inside out."""
@@ -101,7 +109,10 @@ class EnvFactory:
         settings = {key: getattr(self, key) for key in handled}
         if settings.get("size") == "auto":
             settings["size"] = None  # the default of the suite
-        env = self._make(adapter, settings, render or bool(self.pixels))
+        if self.place is None:
+            env = self._make(adapter, settings, render or bool(self.pixels))
+        else:
+            env = self._make_far(self.place, settings, render or bool(self.pixels), limit is None)
         if limit is not None:
             env = without_time_limit(env)
         env = CheckedReturns(env)
@@ -125,8 +136,24 @@ class EnvFactory:
     def step_seconds(self) -> float | None:
         """Return the estimated duration of one decision; None if unknown or if observations are rendered."""
         estimate = getattr(_import_adapter(self.module, self.name), "step_seconds", None)
-        seconds = None if estimate is None or self.pixels else estimate(self.task)
+        seconds = None if estimate is None or self.pixels or self.place else estimate(self.task)
         return None if seconds is None else seconds * (self.action_repeat or 1)
+
+    def _make_far(
+        self, place: Place, handled: dict[str, Any], render: bool, own_time_limit: bool
+    ) -> gymnasium.Env:
+        from rl_lab.environments.interpreters.peer import far_env
+
+        return far_env(
+            self.name,
+            place,
+            self.task,
+            module=None if self.module == SUITES["gym"] else self.module,
+            options={**handled, **self.options},
+            render=render,
+            own_time_limit=own_time_limit,
+            seed_argument=self.seed_argument,
+        )
 
     def _make(self, adapter: ModuleType, handled: dict[str, Any], render: bool) -> gymnasium.Env:
         try:
@@ -183,6 +210,7 @@ def make_env(
     observation_statistics: fixed statistics of another environment (`env.normalizer.get_state()`)
     history_limit: maximum number of actions of an open episode kept for exact resume
     video_every:   record each Nth episode of environment 0 to `video_folder` (see `rendering`); 0: none
+    python, host:  another interpreter, or another machine (docs/howto/simulators.md)
     options:       `pixels` (True: the rendered frame is the observation; "both": it is added), `observations`
                    (names to keep), `wrappers` (see `wrappers`); all others are passed to the suite
     """
@@ -198,7 +226,12 @@ def make_env(
     factory = _factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options)
     if workers is None:
         workers = default_workers(num_envs, factory.step_seconds())
+    if factory.place is not None:
+        factory = replace(factory, place=replace(factory.place, timeout=timeout))
     spec, _ = _probe(factory)
+    if factory.place is not None:
+        factory = replace(factory, place=replace(factory.place, group=next(_groups)))
+        timeout = None if timeout is None else timeout + FAR_GRACE_S
     made: Any = factory
     if video_every:
         from rl_lab.environments.rendering import RecordedFactory, VideoSettings
@@ -312,16 +345,23 @@ def _factory(
     wrappers: Mapping[str, Any] | None = None,
     action_repeat: int | None,
     time_limit: int | None,
+    python: str | None = None,
+    host: str | None = None,
+    seed_argument: str | None = None,
     **options: Any,
 ) -> EnvFactory:
     if pixels not in (False, True, "both"):
         raise ConfigError(f"environment.pixels={pixels!r}: use true (only the frame), both, or false")
-    name, module, remainder = _split(task)
-    adapter = _import_adapter(module, name)
-    try:
-        resolved = adapter.resolve(remainder) if hasattr(adapter, "resolve") else remainder
-    except ModuleNotFoundError as error:
-        raise _missing(name, error, _extra(adapter)) from error
+    place = place_of(python, host)
+    if place is not None:
+        name, module, resolved = _split_far(task, place)
+    else:
+        name, module, remainder = _split(task)
+        adapter = _import_adapter(module, name)
+        try:
+            resolved = adapter.resolve(remainder) if hasattr(adapter, "resolve") else remainder
+        except ModuleNotFoundError as error:
+            raise _missing(name, error, _extra(adapter)) from error
     return EnvFactory(
         name=name,
         module=module,
@@ -333,6 +373,8 @@ def _factory(
         observations=None if observations is None else tuple(observations),
         wrappers=dict(wrappers or {}),
         options=options,
+        place=place,
+        seed_argument=seed_argument,
     )
 
 
@@ -361,6 +403,23 @@ def _split(task: Task) -> tuple[str, str, Any]:
         f"no environment '{task}'.{nearest(task, _all_tasks())} Use the task of a suite ('suite/task'; suites: "
         f"{', '.join(sorted(known))}), a registered Gymnasium id, or an import path ('my_module:MyEnv')"
     )
+
+
+def _split_far(task: Task, place: Place) -> tuple[str, str, str]:
+    """Like `_split`; an id may be registered in the other interpreter only."""
+    if not isinstance(task, str):
+        raise ConfigError(
+            f"{place.key} needs an environment by its name, such as 'my_module:MyEnv', not a Python object"
+        )
+    task = canonical(task)
+    suite, slash, remainder = task.partition("/")
+    if slash and ":" not in suite and suite in suites():
+        if suite == "multitask":
+            raise ConfigError(
+                f"{place.key}: give each of environment.tasks its own: [{{task: …, python: …}}]"
+            )
+        return task, suites()[suite], remainder
+    return task, SUITES["gym"], task.removeprefix("gym:")
 
 
 def _all_tasks() -> list[str]:

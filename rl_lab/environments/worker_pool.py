@@ -48,7 +48,7 @@ from rl_lab.environments.env_runner import (
     shared_memory,
     worker_main,
 )
-from rl_lab.environments.faults import FaultLog, RestartLimit, last_line
+from rl_lab.environments.faults import FaultLog, RestartLimit, last_line, signal_name
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
 from rl_lab.utils.files import ensure_current_folder
@@ -269,15 +269,20 @@ class WorkerPool:
             self.close()
             raise
         self.side_failures += reply.pop("side", {}).values()
+        ended: dict[int, str] = {}
         tracebacks: dict[int, str] = reply.pop("faults", {})
         faults = {env: f"raised {last_line(text)}" for env, text in tracebacks.items()}
         for env, text in reply.pop("unusable", {}).items():
             faults[env] = f"returned an unusable row: {text}"
+        for kind, what, advice, envs in reply.pop("lost", {}).values():
+            consecutive = attempt if resetting is not None and resetting[envs].all() else 0
+            self._record_fault(kind, worker_name(envs), what, f". {advice}" if advice else "", consecutive)
+            ended.update(dict.fromkeys(envs, what))
         for env, what in faults.items():
             consecutive = attempt if resetting is not None and resetting[env] else 0
             detail = f"\n\n{tracebacks[env].strip()}" if env in tracebacks else ""
             self._record_fault("raised", f"environment {env}", what, detail, consecutive)
-        return reply, faults
+        return reply, {**faults, **ended}
 
     def _replace(self, worker: ProcessWorker) -> None:
         try:
@@ -371,6 +376,7 @@ class LocalWorker:
 
     def send_step(self) -> None:
         self._command = _STEP_COMMAND
+        self._runner.begin_steps()
 
     def receive(self, timeout: float | None = None) -> Reply:
         command, args = self._command
@@ -502,14 +508,13 @@ class ProcessWorker:
         self.connection.close()
 
     def _name(self) -> str:
-        first, last = self.indices[0], self.indices[-1]
-        return f"environment {first}" if first == last else f"the worker of environments {first} to {last}"
+        return worker_name(self.indices)
 
     def _lost(self) -> WorkerLost:
         self.process.join(1.0)
         code = self.process.exitcode
         if code is not None and code < 0:
-            what = f"was killed by {_signal_name(-code)}"
+            what = f"was killed by {signal_name(-code)}"
         else:
             what = "closed its pipe" if code is None else f"ended with exit code {code}"
         advice = (
@@ -520,11 +525,9 @@ class ProcessWorker:
         return WorkerLost("died", self._name(), what, advice)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def worker_name(indices: Sequence[int]) -> str:
+    first, last = indices[0], indices[-1]
+    return f"environment {first}" if first == last else f"the worker of environments {first} to {last}"
 
 
 def _poll_function(connection: Any) -> Callable[[float], bool]:

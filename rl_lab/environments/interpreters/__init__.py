@@ -1,0 +1,1 @@
+"""Environments in other Python interpreters, on this machine or another one."""
