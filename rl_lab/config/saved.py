@@ -34,6 +34,8 @@ SAFE_ON_RESUME = (
     "launch",
     "environment.workers",
     "environment.timeout",
+    "environment.python",
+    "environment.host",
     "environment.restarts",
     "environment.history_limit",
     "environment.video_every",

@@ -285,6 +285,7 @@ def examine(output_root: str | None = None) -> list[tuple[str, list[Finding]]]:
         ("Rendering and video", check_rendering()),
         ("Extras", check_extras(needs)),
         ("Incompatible versions", check_pairs(version_of)),
+        ("Other interpreters (rl-lab envs)", check_interpreters()),
     ]
 
 
@@ -451,6 +452,24 @@ def _ffmpeg() -> Finding:
     # Videos are written through imageio-ffmpeg; the ffmpeg program alone is not enough.
     where = f" ({found} exists, but imageio-ffmpeg is not installed)" if found else ""
     return Finding("missing", "ffmpeg", f"videos are written as GIF{where}; for mp4: {install_line('video')}")
+
+
+def check_interpreters() -> list[Finding]:
+    """Report the interpreters that `rl-lab envs create` made on this machine."""
+    from rl_lab.environments.interpreters import places
+
+    findings = []
+    for name, folder in places.created():
+        if name not in places.known_names():
+            findings.append(Finding("-", name, f"{folder}: no list of this RL Lab has this name"))
+            continue
+        state = places.state(name)
+        text = f"{places.describe(name)}; environment.python={name}"
+        if state == "ready":
+            findings.append(Finding("ok", name, text))
+        else:
+            findings.append(Finding("warn", name, f"{state}: rl-lab envs create {name}"))
+    return findings
 
 
 def check_extras(needs: Declared) -> list[Finding]:

@@ -48,5 +48,7 @@ def rows() -> list[tuple[str, str, str, str]]:
         known = name in places.known_names()
         size = f"{places.disk_bytes(here[name]) / 1e6:,.0f}" if name in here else ""
         state = places.state(name) if known else "unknown"
-        result.append((name, state, size, places.describe(name) if known else "no list of this RL Lab has it"))
+        result.append(
+            (name, state, size, places.describe(name) if known else "no list of this RL Lab has it")
+        )
     return result

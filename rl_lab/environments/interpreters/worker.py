@@ -248,7 +248,7 @@ def space_data(space: Any) -> Header:
             "start": start.tolist(),
         }
     if "MultiBinary" in kind:
-        return {"kind": "MultiBinary", "n": [int(n) for n in np.atleast_1d(space.n)]}
+        return {"kind": "MultiBinary", "n": np.asarray(space.n).tolist()}
     return {"kind": type(space).__name__}
 
 

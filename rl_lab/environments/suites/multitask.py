@@ -10,7 +10,7 @@ task is created for its first episode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -33,13 +33,16 @@ def make(
     task: str,
     *,
     render: bool = False,
-    tasks: Sequence[str] = (),
+    tasks: Sequence[str | Mapping[str, Any]] = (),
     size: tuple[int, int] | None = None,
     action_repeat: int | None = None,
     time_limit: int | None = None,
     **options: Any,
 ) -> gymnasium.Env:
-    """options: passed to the suites of all tasks"""
+    """options: passed to the suites of all tasks
+
+    A task is a name, or {task: its name, python: an interpreter, and other settings of its own}.
+    """
     from rl_lab.environments.make import env_factory, probe_spec
 
     if not tasks:
@@ -47,9 +50,15 @@ def make(
             "environment.tasks is empty: list the tasks, for example [dmc/walker_walk, dmc/cheetah_run]"
         )
     common = {"size": size, "action_repeat": action_repeat, "time_limit": time_limit, **options}
-    specs = [probe_spec(name, **common) for name in tasks]  # cached: each task is probed once
-    factories = [env_factory(name, **common) for name in tasks]
-    return MultiTaskEnv(list(tasks), specs, factories, render_mode="rgb_array" if render else None)
+    settings = [{**common, **({"task": item} if isinstance(item, str) else item)} for item in tasks]
+    for item in settings:
+        if not isinstance(item.get("task"), str):
+            raise ConfigError(f"environment.tasks has {item}: a task is a name, or has its name as task")
+    specs = [probe_spec(**item) for item in settings]  # cached: each task is probed once
+    factories = [env_factory(**item) for item in settings]
+    return MultiTaskEnv(
+        [item["task"] for item in settings], specs, factories, render_mode="rgb_array" if render else None
+    )
 
 
 class MultiTaskEnv(gymnasium.Env):
