@@ -34,11 +34,13 @@ traceback of an exception; the environment is closed then.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import hmac
 import importlib
 import importlib.util
 import inspect
+import io
 import ipaddress
 import json
 import mmap
@@ -470,16 +472,19 @@ def _make_by_id(name: str, render: bool, options: Header) -> Any:
     missing = None
     for package in ("gymnasium", "gym"):
         try:
-            gym = importlib.import_module(package)
+            with contextlib.redirect_stderr(io.StringIO()):  # gym asks every time to be replaced
+                gym: Any = importlib.import_module(package)
         except ModuleNotFoundError as error:
             missing = missing or error
             continue
         registry = getattr(gym.envs, "registry", None) or gym.envs.registration.registry
-        known = getattr(registry, "env_specs", registry)
+        known = registry if isinstance(registry, dict) else registry.env_specs
         if name not in known:
             continue
         if render and "render_mode" in (getattr(gym.make, "__kwdefaults__", None) or {"render_mode": 0}):
             options = dict(options, **({} if _version(gym) < (0, 25) else {"render_mode": "rgb_array"}))
+        if package == "gym":
+            gym.logger.set_level(40)  # errors: it warns of its own step API
         if _version(gym) >= (0, 24):
             options = dict(options, disable_env_checker=True)
         return gym.make(name, **options)
