@@ -28,6 +28,7 @@ RUN_TASKS = [
         "task": "metaworld:Meta-World/MT1",
         "python": "metaworld",
         "env_name": "reach-v3",
+        "seed_argument": "seed",  # its reset ignores the seed
     },
     {"task": "dmc/cartpole_swingup", "python": "dmc"},
 ]
@@ -134,8 +135,8 @@ def one_run() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         begin = perf_counter()
         result = rl_lab.train(
+            "tdmpc2_multitask",
             [
-                "+experiment=tdmpc2_multitask",
                 "debug=tiny",
                 "environment.tasks=[" + ",".join(_words(task) for task in RUN_TASKS) + "]",
                 "environment.num_envs=2",
@@ -143,7 +144,7 @@ def one_run() -> list[dict[str, Any]]:
                 "environment.workers=2",
                 f"output_root={folder}",
                 "logging.progress=off",
-            ]
+            ],
         )
         seconds = perf_counter() - begin
         steps = result.counters["env_steps"]
