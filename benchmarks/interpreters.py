@@ -67,6 +67,7 @@ def throughput(task: str, num_envs: int, workers: int, rounds: int, seconds: flo
         "far": make_env(task, num_envs, workers=workers, copy=False, python=sys.executable),
     }
     speeds: dict[str, list[float]] = {name: [] for name in envs}
+    cpu: dict[str, list[float]] = {name: [] for name in envs}  # microseconds per step, over all processes
     try:
         space = envs["workers"].action_space
         space.seed(0)
@@ -80,7 +81,9 @@ def throughput(task: str, num_envs: int, workers: int, rounds: int, seconds: flo
         for number in range(rounds):
             for name in list(envs) if number % 2 == 0 else reversed(envs):
                 sleep(0.2)
+                before = cpu_seconds()
                 speeds[name].append(steps * num_envs / play(envs[name], actions, steps))
+                cpu[name].append(1e6 * (cpu_seconds() - before) / (steps * num_envs))
         same = all(
             np.array_equal(envs["workers"].last_obs[name], envs["far"].last_obs[name])
             for name in envs["far"].last_obs
@@ -95,6 +98,8 @@ def throughput(task: str, num_envs: int, workers: int, rounds: int, seconds: flo
         row(f"{name}/workers_steps_per_s", speeds["workers"], "steps/s"),
         row(f"{name}/far_steps_per_s", speeds["far"], "steps/s"),
         row(f"{name}/far_over_workers", ratios, "x"),
+        row(f"{name}/workers_cpu_us_per_step", cpu["workers"], "us"),
+        row(f"{name}/far_cpu_us_per_step", cpu["far"], "us"),
         {"name": f"{name}/same_last_observation", "value": int(same), "unit": "1 = yes"},
     ]
 
@@ -104,6 +109,14 @@ def play(env: Any, actions: list[np.ndarray], steps: int) -> float:
     for number in range(steps):
         env.step(actions[number % len(actions)])
     return perf_counter() - begin
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of all that it started; only one contender steps at a time."""
+    import psutil
+
+    me = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in [me, *me.children(recursive=True)])
 
 
 def row(name: str, values: list[float], unit: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def start(place: Place) -> tuple[subprocess.Popen[bytes], far.Channel, dict[str,
             stderr=output,
             pass_fds=(theirs.fileno(), streams),
             env={name: value for name, value in os.environ.items() if name not in NOT_INHERITED},
-            start_new_session=True,  # Ctrl-C is for the trainer
+            process_group=0,  # Ctrl-C is for the trainer; and its children can be killed with it
         )
     except OSError as error:
         ours.close()

@@ -17,6 +17,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.pools import PooledEnv, require_backend
 from rl_lab.errors import ConfigError, closest
 
 EXTRA = "atari"
@@ -64,10 +65,11 @@ def make(
     full_actions: bool = True,
     noops: int = 30,
     life_loss: str = "off",
+    backend: str = "gymnasium",
 ) -> gymnasium.Env:
     """`time_limit` is in decisions; None truncates a game after 108,000 frames (30 minutes)."""
     repeat = action_repeat or 4
-    return AtariEnv(
+    return backend_class(backend)(
         task,
         size=size or (96, 96),
         gray=gray,
@@ -253,6 +255,71 @@ class AtariEnv(gymnasium.Env):
             return image
         red, green, blue = (image[..., channel] * GRAY[channel] for channel in range(3))
         return (red + green + blue).astype(np.uint8)[..., None]
+
+
+def backend_class(backend: str) -> type[gymnasium.Env]:
+    """Return the environment of `environment.backend`; both take the same arguments."""
+    require_backend(backend)
+    return PooledAtari if backend == "envpool" else AtariEnv
+
+
+class PooledAtari(PooledEnv):
+    """EnvPool's Atari: the same emulator, rewards and ends; images are resized differently.
+
+    Sticky actions and no-ops come from its own generators, and there is at least one no-op.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012 (as in Gymnasium)
+
+    def __init__(
+        self,
+        game: str,
+        *,
+        size: tuple[int, int],
+        action_repeat: int,
+        noops: tuple[int, int],
+        max_frames: int,
+        gray: bool = False,
+        sticky: float = 0.0,
+        full_actions: bool = False,
+        life_loss: str = "off",
+        resize_first: bool = False,
+        render_mode: str | None = None,
+        **others: Any,
+    ) -> None:
+        if life_loss != "off" or resize_first:
+            raise ConfigError(
+                "environment.backend=envpool has neither lost lives as ends nor the iris variant of Atari: set "
+                "environment.backend=gymnasium"
+            )
+        super().__init__(
+            "".join(word.capitalize() for word in game.split("_")) + "-v5",
+            stack_num=1,
+            frame_skip=action_repeat,
+            noop_max=max(1, noops[1]),  # EnvPool crashes with 0
+            use_fire_reset=False,
+            gray_scale=gray,
+            img_height=size[0],
+            img_width=size[1],
+            repeat_action_probability=sticky,
+            full_action_space=full_actions,
+            max_episode_steps=-(-max_frames // action_repeat),
+        )
+        self.action_repeat = action_repeat
+        self.render_mode = render_mode
+        self._image = np.zeros((*size, 1 if gray else 3), np.uint8)
+        pool = self._new_pool(0)
+        self.action_space = spaces.Discrete(int(pool.action_space.n))
+        pool.close()
+        self.observation_space = spaces.Box(0, 255, self._image.shape, np.uint8)
+
+    def render(self) -> np.ndarray:
+        """Return the last observation as (H, W, 3) uint8; EnvPool has no larger frame."""
+        return np.broadcast_to(self._image, (*self._image.shape[:2], 3))
+
+    def _read(self, obs: Any) -> np.ndarray:
+        self._image = np.moveaxis(obs, 0, -1)
+        return self._image
 
 
 def _resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:

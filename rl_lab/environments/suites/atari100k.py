@@ -58,12 +58,13 @@ def make(
     evaluation: bool = False,
     noops: int | None = None,
     life_loss: str | None = None,
+    backend: str = "gymnasium",
 ) -> gymnasium.Env:
     """`evaluation` selects the evaluation settings of the variant; other arguments override its values.
 
     `time_limit` is in decisions of `action_repeat` frames.
     """
-    from rl_lab.environments.suites.atari import AtariEnv
+    from rl_lab.environments.suites.atari import backend_class
 
     if (variant, evaluation) not in PRESETS:
         raise ConfigError(f"environment.variant={variant!r}:{closest(str(variant), ['dreamer', 'iris'])}")
@@ -75,7 +76,7 @@ def make(
         settings["life_loss"] = life_loss
     if time_limit is not None:
         settings |= {"max_frames": time_limit * repeat, "count_noops": False}
-    return AtariEnv(
+    return backend_class(backend)(
         task,
         size=size or (64, 64),
         action_repeat=repeat,

@@ -12,18 +12,18 @@ who scale the rest to 64×64 and use episodes of 1,000 frames).
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.pools import BACKENDS as BACKENDS
+from rl_lab.environments.pools import NO_LIMIT, PooledEnv, require_backend
 from rl_lab.errors import ConfigError, MissingPackageError, closest, install_line
 
 EXTRA = "box2d"
 TASKS = ("continuous", "discrete")
-BACKENDS = ("gymnasium", "envpool")
 INDICATOR_ROWS = 12  # rows at the bottom of the frame
 
 
@@ -46,8 +46,7 @@ def make(
     lap_complete_percent: float = 0.95,
     domain_randomize: bool = False,
 ) -> gymnasium.Env:
-    if backend not in BACKENDS:
-        raise ConfigError(f"environment.backend={backend!r}:{closest(str(backend), BACKENDS)}")
+    require_backend(backend)
     if backend == "envpool":
         env = _make_envpool(task, render, lap_complete_percent, domain_randomize)
     else:
@@ -78,12 +77,7 @@ def _make_envpool(task: str, render: bool, percent: float, randomize: bool) -> g
         raise ConfigError(
             f"environment.backend=envpool does not support {what}: remove it, or set environment.backend=gymnasium"
         )
-    try:
-        env = EnvPoolCarRacing(lap_complete_percent=percent, render_mode="rgb_array" if render else None)
-    except ModuleNotFoundError as error:
-        raise MissingPackageError(
-            f"environment.backend=envpool needs EnvPool (750 MB): {install_line('envpool')} ({error})"
-        ) from error
+    env = EnvPoolCarRacing(lap_complete_percent=percent, render_mode="rgb_array" if render else None)
     return gymnasium.wrappers.TimeLimit(env, MAX_STEPS)
 
 
@@ -107,59 +101,35 @@ def step_seconds(task: str) -> float:
 # --- EnvPool ---------------------------------------------------------------------------------------------
 
 MAX_STEPS = 1000  # as registered in Gymnasium; a wrapper outside enforces it, so that it can be replaced
-NO_LIMIT = 2**30
 
 
-class EnvPoolCarRacing(gymnasium.Env):
+class EnvPoolCarRacing(PooledEnv):
     """EnvPool's CarRacing as a single Gymnasium environment with one thread and a seed for every episode.
 
     EnvPool's authors wrote the game again in C++: physics (up to float32), rewards and ends are the same;
-    edges are not antialiased, and a seed leads to another track than in Gymnasium. EnvPool can only be seeded
-    when a pool is created, which takes a millisecond, so each episode has its own pool.
+    edges are not antialiased, and a seed leads to another track than in Gymnasium. A pool is created in a
+    millisecond.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012 (as in Gymnasium)
 
     def __init__(self, *, lap_complete_percent: float = 0.95, render_mode: str | None = None) -> None:
-        import envpool
-
-        self._make_pool = envpool.make_gymnasium
-        self._pool: Any = None
+        super().__init__(
+            "CarRacing-v3", max_episode_steps=NO_LIMIT, lap_complete_percent=lap_complete_percent
+        )
         self._frame = np.zeros((96, 96, 3), np.uint8)
-        self.lap_complete_percent = lap_complete_percent
         self.render_mode = render_mode
         self.observation_space = spaces.Box(0, 255, self._frame.shape, np.uint8)
         low, high = np.array([-1.0, 0.0, 0.0], np.float32), np.ones(3, np.float32)
         self.action_space = spaces.Box(low, high)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.close()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the precision of its bounds
-            self._pool = self._make_pool(
-                "CarRacing-v3",
-                num_envs=1,
-                num_threads=1,
-                seed=int(self.np_random.integers(2**31)),
-                max_episode_steps=NO_LIMIT,
-                lap_complete_percent=self.lap_complete_percent,
-            )
-        self._frame = self._pool.reset()[0][0]
-        return self._frame, {}
-
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, _ = self._pool.step(np.asarray(action, np.float32)[None])
-        self._frame = obs[0]
-        return self._frame, float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
+        return super().step(np.asarray(action, np.float32))
 
     def render(self) -> np.ndarray:
         """Return the last frame, (96, 96, 3) uint8; EnvPool has no larger one."""
         return self._frame
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+    def _read(self, obs: Any) -> np.ndarray:
+        self._frame = obs
+        return obs

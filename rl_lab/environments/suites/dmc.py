@@ -2,6 +2,9 @@
 
     dmc/walker_walk, dmc/cup_catch, …      observe: proprio | vision | both
 
+    backend: gymnasium  dm_control itself
+             envpool    EnvPool's, in C++: only proprio; a seed leads to another start (see docs)
+
 Defaults follow DreamerV3's presets `dmc_proprio` and `dmc_vision` (danijar/dreamerv3, embodied/envs/dmc.py):
 action repeat 1, 64×64, camera 0 (quadruped: 2).
 """
@@ -14,6 +17,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.pools import NO_LIMIT, PooledEnv, require_backend
 from rl_lab.environments.rendering import choose_renderer
 from rl_lab.errors import ConfigError, closest
 
@@ -64,10 +68,19 @@ def make(
     observe: str = "proprio",
     camera: int | str | None = None,
     fast_render: bool = False,
+    backend: str = "gymnasium",
 ) -> gymnasium.Env:
     """`fast_render`: no shadows, reflections, multisampling; 6× faster in software, but other images."""
     if observe not in OBSERVE:
         raise ConfigError(f"environment.observe={observe!r}:{closest(str(observe), OBSERVE)}")
+    require_backend(backend)
+    if backend == "envpool":
+        if observe != "proprio" or render:
+            raise ConfigError(
+                "environment.backend=envpool renders no dm_control: set environment.observe=proprio, or "
+                "environment.backend=gymnasium"
+            )
+        return PooledControl(*task, action_repeat=action_repeat or 1, time_limit=time_limit)
     choose_renderer(needed=render or observe != "proprio")
     return ControlEnv(
         *task,
@@ -187,3 +200,45 @@ class ControlEnv(gymnasium.Env):
         return self._env.physics.render(
             *size, camera_id=self.camera, render_flag_overrides=self._flags or None
         )
+
+
+class PooledControl(PooledEnv):
+    """EnvPool's dm_control, from state: the same models, rewards and ends, other starts for a seed."""
+
+    def __init__(self, domain: str, task: str, *, action_repeat: int, time_limit: int | None) -> None:
+        words = f"{domain}_{task}".split("_")
+        name = "".join(word[:1].upper() + word[1:] for word in words) + "-v1"
+        super().__init__(name, **({} if time_limit is None else {"max_episode_steps": NO_LIMIT}))
+        self.action_repeat = action_repeat
+        self.time_limit = time_limit
+        self._elapsed = 0
+        pool = self._new_pool(0)
+        low, high = pool.action_space.low, pool.action_space.high
+        self.action_space = spaces.Box(low.astype(np.float32), high.astype(np.float32), dtype=np.float32)
+        parts = {
+            key: spaces.Box(-np.inf, np.inf, value[0].shape or (1,), np.float32)
+            for key, value in pool.reset()[0].items()
+        }
+        self.observation_space = spaces.Dict(parts)
+        self._shapes = {key: space.shape for key, space in parts.items()}
+        pool.close()
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self._elapsed = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        total = 0.0
+        for _ in range(self.action_repeat):
+            obs, reward, terminated, truncated, info = super().step(np.asarray(action, np.float64))
+            total += reward
+            if terminated or truncated:
+                break
+        self._elapsed += 1
+        late = self.time_limit is not None and self._elapsed >= self.time_limit
+        return obs, total, terminated, (truncated or late) and not terminated, info
+
+    def _read(self, obs: Any) -> dict[str, Any]:
+        return {key: np.asarray(obs[key], np.float32).reshape(shape) for key, shape in self._shapes.items()}

@@ -5,6 +5,8 @@
     observe: symbolic   `grid`: the 7×7 view, object (11), colour (6) and state (3) of each cell one-hot; `direction`
              rgb        `image`: the 7×7 view, rendered
              rgb_full   `image`: the complete map, rendered
+    backend: gymnasium  MiniGrid itself
+             envpool    EnvPool's MiniGrid, in C++: only symbolic; a seed leads to another level (see docs)
     mission: N          `mission`: the first N words of the mission, each one-hot over `WORDS`; 0: no mission
 
 Tasks with changing missions (most of BabyAI) cannot be solved without the mission.
@@ -21,6 +23,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.pools import PooledEnv, require_backend
 from rl_lab.environments.suites.gym import nearest
 from rl_lab.errors import ConfigError, closest
 
@@ -113,14 +116,23 @@ def make(
     size: tuple[int, int] | None = None,
     observe: str = "symbolic",
     mission: int = 0,
+    backend: str = "gymnasium",
 ) -> gymnasium.Env:
     """`size` is for images; without it a cell has 8×8 pixels."""
     import minigrid.wrappers
 
+    require_backend(backend)
     if observe not in OBSERVE:
         raise ConfigError(f"environment.observe={observe!r}:{closest(str(observe), OBSERVE)}")
     if isinstance(mission, bool) or not isinstance(mission, int) or mission < 0:
         raise ConfigError(f"environment.mission={mission!r} must be a number of words, or 0 for none")
+    if backend == "envpool":
+        if observe != "symbolic" or render:
+            raise ConfigError(
+                "environment.backend=envpool renders no MiniGrid: set environment.observe=symbolic and "
+                "environment.size=null, or environment.backend=gymnasium"
+            )
+        return SymbolicView(PooledMiniGrid(task), mission)
     env = gymnasium.make(task, render_mode="rgb_array" if render else None, disable_env_checker=True)
     if task.startswith("BabyAI-"):
         env = SuppressOutput(env)
@@ -135,6 +147,21 @@ def make(
         tile = 8 if size is None else max(1, min(size) // cells)
         env = minigrid.wrappers.RGBImgObsWrapper(env, tile_size=tile)
     return ImageView(env, size, mission)
+
+
+class PooledMiniGrid(PooledEnv):
+    """EnvPool's MiniGrid and BabyAI: the same rules and observations, other levels for a seed."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__(task)
+        self.observation_space = spaces.Dict(
+            {"image": spaces.Box(0, 255, (7, 7, 3), np.uint8), "direction": spaces.Discrete(4)}
+        )
+        self.action_space = spaces.Discrete(7)
+
+    def _read(self, obs: Any) -> dict[str, Any]:
+        text = bytes(obs["mission"]).rstrip(b"\0").decode("ascii", "replace")
+        return {"image": obs["image"], "direction": int(obs["direction"]), "mission": text}
 
 
 class SuppressOutput(gymnasium.Wrapper):
