@@ -71,11 +71,13 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="seconds of Gymnasium's environment for one measurement"
     )
+    parser.add_argument("--backend", help="environment.backend of RL Lab's side, such as envpool")
     options = parser.parse_args(argv)
     rows = []
+    backend = {} if options.backend is None else {"backend": options.backend}
     for task in options.tasks:
         try:
-            rows += measure(task, options.num_envs, options.workers, options.rounds, options.seconds)
+            rows += measure(task, options.num_envs, options.workers, options.rounds, options.seconds, backend)
         except LabError as error:
             print(f"{task}: not measured: {str(error).splitlines()[0]}")
     return rows
@@ -122,8 +124,10 @@ class Contender:
         self.cpu.append((_cpu_seconds(self.pids) - cpu) / number)
 
 
-def measure(task: str, num_envs: int, workers: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of one task."""
+def measure(
+    task: str, num_envs: int, workers: int, rounds: int, seconds: float, ours: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return the rows of one task. ours: further options of RL Lab's side."""
     load = os.getloadavg()[0]
     contenders: dict[str, Contender] = {}
     try:
@@ -138,7 +142,8 @@ def measure(task: str, num_envs: int, workers: int, rounds: int, seconds: float)
             ("chosen", num_envs, None),
             ("single", 1, 1),
         ):
-            env = make_env(task, count, workers=processes, copy=False, **TASKS.get(task, {}))
+            options = {**TASKS.get(task, {}), **(ours or {})}
+            env = make_env(task, count, workers=processes, copy=False, **options)
             contenders[name] = Contender(env, [])
         spec, chosen_workers = contenders["chosen"].env.spec, contenders["chosen"].env.num_workers
         _deal_actions(contenders.values(), contenders["chosen"].env)
@@ -161,7 +166,8 @@ def measure(task: str, num_envs: int, workers: int, rounds: int, seconds: float)
             )
     for name in ("1_worker", f"{workers}_workers", "chosen", "single"):
         peer = contenders["gymnasium_single" if name == "single" else "gymnasium"]
-        ratios = [ours / theirs for ours, theirs in zip(contenders[name].speeds, peer.speeds, strict=True)]
+        pairs = zip(contenders[name].speeds, peer.speeds, strict=True)
+        ratios = [our_speed / their_speed for our_speed, their_speed in pairs]
         rows.append(_row(f"env/{task}/{name}_over_gymnasium", ratios, "x"))
     rows += [
         {"name": f"env/{task}/chosen_workers", "value": chosen_workers, "unit": "processes"},

@@ -11,6 +11,7 @@ wrapper resizes it (`HANDLES`). `_observe` resizes the maximum of the last two f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -257,7 +258,7 @@ class AtariEnv(gymnasium.Env):
         return (red + green + blue).astype(np.uint8)[..., None]
 
 
-def backend_class(backend: str) -> type[gymnasium.Env]:
+def backend_class(backend: str) -> Callable[..., gymnasium.Env]:
     """Return the environment of `environment.backend`; both take the same arguments."""
     require_backend(backend)
     return PooledAtari if backend == "envpool" else AtariEnv

@@ -215,7 +215,7 @@ class PooledControl(PooledEnv):
         pool = self._new_pool(0)
         low, high = pool.action_space.low, pool.action_space.high
         self.action_space = spaces.Box(low.astype(np.float32), high.astype(np.float32), dtype=np.float32)
-        parts = {
+        parts: dict[str, spaces.Space] = {
             key: spaces.Box(-np.inf, np.inf, value[0].shape or (1,), np.float32)
             for key, value in pool.reset()[0].items()
         }

@@ -38,8 +38,6 @@ CASES = {
     "minigrid/Dynamic-Obstacles-6x6": {},
     "minigrid/DoorKey-5x5": {"observe": "rgb", "size": 64},
     "minigrid/BabyAI-GoToObj-v0": {"mission": 6},
-    "minigrid/LavaGapS5": {"backend": "envpool"},
-    "dmc/walker_walk": {"backend": "envpool"},
     "carracing/discrete": {"size": 64, "crop": True},
     "carracing/continuous": {"backend": "envpool", "size": 64, "crop": True},
     "pusht/keypoints": {},
