@@ -11,6 +11,8 @@ from rl_lab.records import Episode, return_statistics
 from rl_lab.utils.metrics import Stopwatch, prefixed
 
 TICK_SECONDS = 0.2  # between two drawings of the progress display
+# Metrics of runs of several phases, whose end cannot be told from the number of steps.
+DONE, SECONDS_LEFT = "time/run_done", "time/seconds_left"
 SHORT = 0.2  # a last interval with less of the usual work than this has no rates and no training metrics
 
 
@@ -113,7 +115,7 @@ class RunLog:
         guard:    around the outputs
         last:     the run ends: a short last interval would be an outlier of every curve, so its rates and training
                   metrics are left out
-        headline: further values for the progress display
+        headline: further values for the progress display; `share` and `seconds_left` are logged, too
         """
         metrics: dict[str, float] = {}
         done = totals["env_steps"] + totals["updates"]
@@ -134,6 +136,9 @@ class RunLog:
         rates, timings = self._rates(totals), self.stopwatch.drain()
         metrics |= {} if short else {**rates, **timings}
         metrics["workflow/phase_progress"] = progress
+        for key, name in ((DONE, "share"), (SECONDS_LEFT, "seconds_left")):
+            if headline and headline.get(name) is not None:
+                metrics[key] = float(headline[name])
         metrics |= failures or {}
         self._episodes, self._collect = [], {}
         with guard or nullcontext():

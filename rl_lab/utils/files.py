@@ -303,6 +303,23 @@ class RunLock:
         )
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a run folder: whether a run is going on in it.
+
+    The lock is taken for an instant, shared with others who ask. False if the file system or the system has no locks.
+    """
+    try:
+        import fcntl
+
+        with open(folder / LOCK_NAME, "rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        pass
+    return False
+
+
 def _try_flock(file: IO[bytes]) -> bool:
     try:
         import fcntl

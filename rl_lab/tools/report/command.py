@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rl_lab.errors import LabError
 from rl_lab.run_folder import RunFolder
-from rl_lab.tools.report.figures import draw_learning_curve, draw_time
+from rl_lab.tools.report.figures import draw_learning_curve, has_returns
+from rl_lab.tools.report.interactive import Chart, available, charts_of, learning_charts, missing
 from rl_lab.tools.report.page import Page, Section, write_page
 from rl_lab.tools.report.runs import RunData, find_runs, load_readable, plot_problem
 from rl_lab.tools.report.sections import (
@@ -23,6 +24,7 @@ from rl_lab.tools.report.sections import (
     metric_sections,
     published_section,
     score_section,
+    speed_section,
     subtitle,
     title,
 )
@@ -64,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="KEY",
         help="plot only these metrics; patterns such as 'train/*' are allowed",
+    )
+    parser.add_argument(
+        "--static", action="store_true", help="pictures instead of interactive plots: a smaller page"
     )
     parser.add_argument("--output-root", metavar="DIR", help="folder in which the newest run is searched")
     served = parser.add_argument_group("live page")
@@ -110,9 +115,16 @@ def main(args: argparse.Namespace) -> int:
             output_root=args.output_root,
         )
     for path in write_report(
-        args.runs, out=args.out, keys=args.keys, output_root=args.output_root, by=args.by
+        args.runs,
+        out=args.out,
+        keys=args.keys,
+        output_root=args.output_root,
+        by=args.by,
+        interactive=not args.static,
     ):
         print(path)
+    if not args.static and not available():
+        _print_error(missing())
     return 0
 
 
@@ -137,13 +149,17 @@ def write_report(
     output_root: str | None = None,
     by: str = "config",
     say: Callable[[str], None] | None = None,  # called for runs that cannot be plotted; None: print to stderr
+    interactive: bool = True,
 ) -> list[Path]:
-    """Write figures and page; returns their paths, the page first and the learning curve second."""
+    """Write figures and page; returns their paths, the page first and the learning curve second.
+
+    interactive: draw plots with zoom and values, if the package plotly is installed
+    """
     found = find_runs(runs, output_root)
     folder = (
         Path(out) if out is not None else (found[0].output().report if len(found) == 1 else Path("report"))
     )
-    page, left_out = page_of_runs(found, folder, by, keys)
+    page, left_out = page_of_runs(found, folder, by, keys, interactive=interactive)
     for sentence in left_out:
         (say or _print_error)(f"left out: {sentence}")
     index = write_page(page, folder / "index.html")
@@ -155,18 +171,30 @@ def _print_error(text: str) -> None:
 
 
 def page_of_runs(
-    folders: Sequence[RunFolder], folder: Path, by: str = "config", keys: Sequence[str] | None = None
+    folders: Sequence[RunFolder],
+    folder: Path,
+    by: str = "config",
+    keys: Sequence[str] | None = None,
+    *,
+    interactive: bool = True,
+    pictures: bool = True,
 ) -> tuple[Page, list[str]]:
     """Return the page of all runs that can be plotted, and one sentence about each of the others.
 
+    pictures: False: draw no picture of what is plotted interactively
+
     LabError if no run can be plotted.
     """
+
+    def build(runs: Sequence[RunData]) -> Page:
+        return build_page(runs, folder, keys, interactive=interactive, pictures=pictures)
+
     runs, left_out = load_readable(folders, by)
     page = None
     if runs:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            page = build_page(runs, folder, keys)
+            page = build(runs)
         except LabError:  # about --keys, not about a run
             raise
         except Exception:
@@ -175,7 +203,7 @@ def page_of_runs(
                 raise
             left_out |= bad
             runs, _ = load_readable(drawable, by)
-            page = build_page(runs, folder, keys) if runs else None
+            page = build(runs) if runs else None
     if page is None:
         sentence, cause = next(iter(left_out.items()))
         more = f"; {len(left_out) - 1} more runs cannot be plotted either" if len(left_out) > 1 else ""
@@ -197,27 +225,44 @@ def _plot_each(runs: Sequence[RunData]) -> tuple[list[RunFolder], dict[str, Exce
     return drawable, bad
 
 
-def build_page(runs: Sequence[RunData], folder: Path, keys: Sequence[str] | None = None) -> Page:
-    """Draw every figure into `folder` and assemble the page."""
+def build_page(
+    runs: Sequence[RunData],
+    folder: Path,
+    keys: Sequence[str] | None = None,
+    *,
+    interactive: bool = True,
+    pictures: bool = True,
+) -> Page:
+    """Draw every figure into `folder` and assemble the page; the arguments are those of `page_of_runs`."""
     summaries = [run.summary for run in runs]
     page = Page(
         title=title(runs), subtitle=subtitle(runs), facts=facts(summaries[0]) if len(runs) == 1 else ()
     )
-    curve = folder / "curve.png"
-    drawn = draw_learning_curve(runs, curve)
-    note = "" if drawn else "No episode has ended yet."
-    if drawn and len({run.group for run in runs}) < len(runs):
-        note = "Thick lines: mean over seeds; bands: its 95 % bootstrap interval; thin lines: single seeds."
-    page.sections.append(Section("Learning curve", note=note, plots=[curve]))
+    if interactive and available():
+        page.charts = charts_of(runs)
+    elif interactive:
+        page.hint = missing()
+    pictures = pictures or page.charts is None
+    page.sections.append(_learning_section(runs, folder, pictures))
     page.sections.append(Section("Runs", tables=[headline(runs, summaries)]))
     page.sections += evaluation_section(runs)
     page.sections += score_section(runs, folder)
     page.sections += published_section(runs)
     if shown := media(runs):
         page.sections.append(Section("Media", media=shown))
-    page.sections += metric_sections(runs, keys, folder)
-    speed = folder / "speed.png"
-    if draw_time(runs, speed):
-        page.sections.append(Section("Speed", plots=[speed]))
+    page.sections += metric_sections(runs, keys, folder, pictures)
+    page.sections += speed_section(runs, folder, pictures)
     page.sections.append(config_section(runs, summaries))
     return page
+
+
+def _learning_section(runs: Sequence[RunData], folder: Path, pictures: bool) -> Section:
+    curve = folder / "curve.png"
+    drawn = draw_learning_curve(runs, curve) if pictures else any(has_returns(run) for run in runs)
+    note = "" if drawn else "No episode has ended yet."
+    if drawn and len({run.group for run in runs}) < len(runs):
+        note = "Thick lines: mean over seeds; bands: its 95 % bootstrap interval; thin lines: single seeds."
+    elif drawn:
+        note = "Band: the standard deviation over the episodes of an evaluation."
+    charts: list[Chart] = learning_charts(runs)
+    return Section("Learning curve", note=note, plots=[curve] if pictures else [], charts=charts)

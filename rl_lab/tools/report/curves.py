@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,19 @@ class Metrics:
 
         A gap counts as a pause if it is longer than 20 median gaps and than 10 minutes.
         """
-        times = [float(row["time"]) for row in self.rows if _is_number(row.get("time"))]
-        gaps = np.maximum(np.diff(times), 0.0)
-        if not len(gaps):
-            return None
-        usual = max(20.0 * float(np.median(gaps)), 600.0)
-        return float(gaps[gaps <= usual].sum())
+        elapsed = self.elapsed([row for row in self.rows if _is_number(row.get("time"))])
+        return float(elapsed[-1]) if len(elapsed) > 1 else None
+
+    @staticmethod
+    def elapsed(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Return the wall time of each line since the first, in seconds, without pauses as in `seconds`; NaN if unknown."""
+        times = np.array([float(row["time"]) if _is_number(row.get("time")) else np.nan for row in rows])
+        known = np.flatnonzero(np.isfinite(times))
+        gaps = np.maximum(np.diff(times[known]), 0.0)
+        if len(gaps):
+            gaps[gaps > max(20.0 * float(np.median(gaps)), 600.0)] = 0.0
+        times[known] = np.concatenate([[0.0], np.cumsum(gaps)])[: len(known)]
+        return times
 
 
 def smooth(curve: Curve, window: int) -> Curve:

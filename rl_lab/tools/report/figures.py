@@ -273,6 +273,10 @@ def draw_small_multiples(
     return list(keys)
 
 
+def has_returns(run: RunData) -> bool:
+    return any(len(run.metrics.curve(key)) for key in (TRAINING, EVALUATION))
+
+
 def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     groups: dict[str, list[RunData]] = {}
     for run in runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rl_lab.errors import one_line
+from rl_lab.tools.report.interactive import Chart, Charts, scripts
 
 LARGEST_EMBEDDED = 2_000_000  # bytes of one file; larger ones are linked
 ALL_EMBEDDED = 24_000_000  # bytes of all media of a page; further files are linked
@@ -49,7 +51,11 @@ img.plot { display: block; width: 100%; height: auto; }
 .fact b { display: block; font-size: 20px; line-height: 1.35; font-weight: 600; font-variant-numeric: tabular-nums;
   white-space: nowrap; }
 .fact span { display: block; color: var(--soft); font-size: 12px; line-height: 1.4; }
-.scroll { overflow-x: auto; }
+/* A shadow at the edge behind which there is more. */
+.scroll { overflow-x: auto; background: linear-gradient(to right, var(--card), transparent) 0 0 / 32px 100%,
+  linear-gradient(to left, var(--card), transparent) 100% 0 / 32px 100%, linear-gradient(to right, #0003, transparent)
+  0 0 / 12px 100%, linear-gradient(to left, #0003, transparent) 100% 0 / 12px 100%, var(--card);
+  background-repeat: no-repeat; background-attachment: local, local, scroll, scroll, scroll; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th { text-align: left; color: var(--soft); font-weight: 500; white-space: nowrap; }
 th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
@@ -66,7 +72,41 @@ figure { margin: 0; } figcaption { color: var(--soft); font-size: 12.5px; margin
   background: #0001; }
 .gallery .small { image-rendering: pixelated; }
 a { color: var(--accent); }
-@media (max-width: 640px) { img.plot { min-width: 680px; } }
+.bar { position: sticky; top: 0; z-index: 5; margin: 16px -8px 0; padding: 8px; background: var(--page);
+  border-bottom: 1px solid var(--line); font-size: 13px; }
+.bar .row { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: center; }
+.bar label { display: inline-flex; gap: 6px; align-items: center; color: var(--soft); white-space: nowrap; }
+.bar select, .bar input[type=search], .bar button { font: inherit; color: var(--ink); background: var(--card);
+  border: 1px solid var(--line); border-radius: 6px; padding: 3px 8px; }
+.bar input[type=search] { width: 170px; } .bar input[type=range] { width: 110px; accent-color: var(--accent); }
+.bar output { min-width: 30px; display: inline-block; font-variant-numeric: tabular-nums; color: var(--ink); }
+.bar details { margin-top: 6px; } .bar summary { font-size: 13px; }
+#run-chips { display: flex; flex-wrap: wrap; gap: 6px; margin-top: 6px; max-height: 30vh; overflow-y: auto; }
+#run-chips button { cursor: pointer; text-align: left; } #run-chips button[aria-pressed=false] { opacity: .5; text-decoration: line-through; }
+#run-chips button[aria-pressed]::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px;
+  border-radius: 3px; background: var(--run); } #run-chips button[aria-pressed=false]::before { background: none;
+  box-shadow: inset 0 0 0 2px var(--run); }
+[hidden] { display: none !important; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(300px, 100%), 1fr)); gap: 12px; }
+.chart { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 8px 10px; min-width: 0; }
+.chart.large, .chart.wide { grid-column: 1 / -1; }
+.chart .title { font: inherit; font-size: 13px; color: var(--ink); background: none; border: 0; padding: 2px 0; cursor: pointer;
+  max-width: 100%; overflow-wrap: anywhere; text-align: left; }
+.chart .title::after { content: " ⤢"; color: var(--soft); } .chart.large .title::after { content: ""; }
+.plotarea { min-height: 190px; } .chart.large .plotarea { min-height: 340px; }
+section { scroll-margin-top: 70px; }
+h2 { scroll-margin-top: 70px; }
+.live { display: grid; gap: 8px; margin: 14px 0; } .live .run { display: grid; gap: 4px 12px; align-items: center;
+  grid-template-columns: minmax(0, 2fr) 84px minmax(80px, 1fr) minmax(150px, auto); padding: 8px 12px; }
+.live .run + .run { margin-top: 0; } .live progress { width: 100%; height: 8px; accent-color: var(--accent); }
+.live .state::before { content: "● "; color: var(--dot, var(--soft)); } .live .state { white-space: nowrap; }
+.live .running { --dot: #2da44e; } .live .finished { --dot: #0072b2; } .live .crashed { --dot: #cf222e; }
+.live .stopped { --dot: #bf8700; }
+@media (max-width: 640px) { main { padding: 18px 12px 40px; } .bar { margin: 12px -12px 0; padding: 8px 12px; position: static; }
+  .live .run { grid-template-columns: minmax(0, 1fr) auto; } .facts { grid-template-columns: 1fr 1fr; }
+  .facts .fact b { font-size: 17px; white-space: normal; } .bar .row { gap: 6px 12px; } .bar input[type=range] { width: 90px; }
+  .bar label:has([type=search]) { flex: 1; } .bar input[type=search] { width: 100%; } img.plot { min-width: 680px; }
+  .picture::before { content: "swipe sideways to see all of it"; color: var(--soft); font-size: 12px; } .gallery { grid-template-columns: 1fr; } }
 """
 
 
@@ -91,6 +131,7 @@ class Section:
     tables: Sequence[Table] = ()
     texts: Sequence[tuple[str, str]] = ()  # (summary, collapsed text)
     media: Sequence[tuple[Path, str]] = ()  # (file, caption)
+    charts: Sequence[Chart] = ()  # interactive plots, on a page with `Page.charts`; they replace `plots`
 
 
 @dataclass
@@ -100,6 +141,8 @@ class Page:
     facts: Sequence[tuple[str, str, str]] = ()  # (name, value, remark)
     sections: list[Section] = field(default_factory=list)
     script: str = ""  # only for a served page
+    charts: Charts | None = None  # the curves of interactive plots; None: the plots are pictures
+    hint: str = ""  # one line at the end
 
 
 def write_page(page: Page, path: Path) -> Path:
@@ -114,12 +157,23 @@ def write_page(page: Page, path: Path) -> Path:
 Link = Callable[[Path], str]
 
 
-def render_page(page: Page, folder: Path, link: Link | None = None) -> str:
+def render_page(
+    page: Page,
+    folder: Path,
+    link: Link | None = None,
+    *,
+    embed: bool = True,
+    nonce: str = "",
+    with_library: bool = True,
+) -> str:
     """Render the page as HTML. `folder`: where it will be stored.
 
-    `link`: returns the URL of a file to link.
+    link:         returns the URL of a file to link
+    embed:        write small media into the page; False: link all of them
+    nonce:        of the page's scripts
+    with_library: False: leave out plotly.js, because the browser has it
     """
-    media = _Media(link or (lambda file: quote(os.path.relpath(file, folder))))
+    media = _Media(link or (lambda file: quote(os.path.relpath(file, folder))), embed)
     facts = "".join(
         f'<div class="fact"><span>{_text(name)}</span><b>{_text(value)}</b><span>{_text(remark)}</span></div>'
         for name, value, remark in page.facts
@@ -127,7 +181,9 @@ def render_page(page: Page, folder: Path, link: Link | None = None) -> str:
     contents = " · ".join(
         f'<a href="#{_anchor(section.title)}">{_text(section.title)}</a>' for section in page.sections
     )
-    sections = "\n".join(_section(section, media) for section in page.sections)
+    sections = "\n".join(_section(section, media, page.charts is not None) for section in page.sections)
+    data = scripts(page.charts, nonce, with_library) if page.charts is not None else ""
+    hint = f'<p class="soft">{_text(page.hint)}</p>' if page.hint else ""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -142,21 +198,62 @@ def render_page(page: Page, folder: Path, link: Link | None = None) -> str:
 <p class="soft">{_text(page.subtitle)}</p>
 {f'<p class="contents">{contents}</p>' if len(page.sections) > 3 else ""}
 {f'<div class="facts">{facts}</div>' if facts else ""}
+{_CONTROLS if page.charts is not None else ""}
 {sections}
+{hint}
 </main>
+{data}
 {page.script}
 </body>
 </html>
 """
 
 
-def _section(section: Section, media: _Media) -> str:
+# What the reader may choose; charts.js shows it.
+_CONTROLS = """<div class="bar" id="controls" hidden>
+<div class="row">
+<label>x axis <select id="x-axis"><option value="step">steps</option><option value="frames">frames</option>
+<option value="updates">updates</option><option value="seconds">wall time</option></select></label>
+<label title="running mean over this share of the points; evaluations stay as they are">smoothing
+<input id="smooth" type="range" min="0" max="30" step="1"><output id="smooth-value"></output></label>
+<label><input id="log-y" type="checkbox"> log y</label>
+<label>seeds <select id="seeds"><option value="mean">mean and interval</option><option value="single">single runs</option>
+</select></label>
+<label><input id="search" type="search" placeholder="find a metric  ( / )" aria-label="find a metric">
+<span id="found"></span></label>
+</div>
+<details id="runs-box"><summary id="run-count">Runs</summary><div id="run-chips"></div></details>
+</div>"""
+
+
+def _chart(chart: Chart) -> str:
+    spec = {
+        "title": chart.title,
+        "keys": list(chart.keys),
+        "task": chart.task,
+        "unit": chart.unit,
+        "large": chart.large,
+    }
+    size = " large" if chart.large else ""
+    label = _text(chart.keys[0] if len(chart.keys) == 1 else chart.title)
+    return (
+        f'<div class="chart{size}" data-chart="{_text(json.dumps(spec))}"><button class="title" type="button" '
+        f'title="{label}" aria-expanded="false">{_text(chart.title)}</button><div class="plotarea"></div></div>'
+    )
+
+
+def _section(section: Section, media: _Media, interactive: bool) -> str:
     parts = [f'<h2 id="{_anchor(section.title)}">{_text(section.title)}</h2>']
     if section.note:
         parts.append(f'<p class="soft">{_text(section.note)}</p>')
-    for plot in section.plots:
+    drawn = interactive and bool(section.charts)
+    if drawn:
+        parts.append(f'<div class="charts">{"".join(map(_chart, section.charts))}</div>')
+    for plot in () if drawn else section.plots:
         name = _text(plot.stem.replace("_", " "))
-        parts.append(f'<div class="card scroll"><img class="plot" alt="{name}" src="{_embed(plot)}"></div>')
+        parts.append(
+            f'<div class="card scroll picture"><img class="plot" alt="{name}" src="{_embed(plot)}"></div>'
+        )
     parts += [f'<div class="card scroll">{_table(table)}</div>' for table in section.tables]
     if section.texts:
         collapsed = "".join(
@@ -167,7 +264,8 @@ def _section(section: Section, media: _Media) -> str:
     if section.media:
         figures = "".join(media.figure(file, caption) for file, caption in section.media)
         parts.append(f'<div class="card gallery">{figures}</div>')
-    return "\n".join(["<section>", *parts, "</section>"])
+    only_charts = drawn and not (section.tables or section.texts or section.media)
+    return "\n".join([f"<section{' data-metrics' if only_charts else ''}>", *parts, "</section>"])
 
 
 def _table(table: Table) -> str:
@@ -188,8 +286,9 @@ def _table(table: Table) -> str:
 class _Media:
     """Figures of a gallery: embedded up to ALL_EMBEDDED bytes, linked after that."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, embed: bool = True) -> None:
         self._link = link
+        self._embed = embed
         self._room = ALL_EMBEDDED
 
     def figure(self, file: Path, caption: str) -> str:
@@ -198,20 +297,23 @@ class _Media:
             size = file.stat().st_size
         except OSError:
             return f"<figure><p class='soft'>deleted</p>{words}</figure>"
-        if size >= LARGEST_EMBEDDED or size > self._room:
+        if size >= LARGEST_EMBEDDED or (self._embed and size > self._room):
             address = html.escape(self._link(file))
             return f'<figure><a href="{address}">{_text(file.name)}</a> ({size / 1e6:.1f} MB){words}</figure>'
         is_video = _TYPES[file.suffix.lower()].startswith("video/")
         try:
-            source = _embed(file)
+            source = _embed(file) if self._embed else html.escape(self._link(file))
             crisp = ' class="small"' if not is_video and _is_small(file) else ""
         except Exception as error:  # an unreadable file must not fail the page
             why = _text(f"{file} cannot be shown: {one_line(error)}")
             return f"<figure><p class='soft'>{why}</p>{words}</figure>"
         self._room -= size
         if is_video:
-            return f'<figure><video src="{source}" controls autoplay loop muted playsinline></video>{words}</figure>'
-        return f'<figure><img{crisp} alt="" src="{source}">{words}</figure>'
+            shown = f'<video src="{source}" controls autoplay loop muted playsinline></video>'
+        else:
+            shown = f'<img{crisp} alt="" src="{source}">'
+        mark = "" if self._embed else f' data-file="{source}"'
+        return f"<figure{mark}>{shown}{words}</figure>"
 
 
 def _is_small(file: Path) -> bool:

@@ -160,7 +160,7 @@ def plot_problem(folder: RunFolder, error: Exception) -> str:
 
 def _read_run(folder: RunFolder) -> RunData:
     folder.check_links(replay=False)
-    return RunData(folder, _read_config(folder), Metrics.read(folder.metrics))
+    return RunData(folder, read_config(folder), Metrics.read(folder.metrics))
 
 
 def _group(runs: list[RunData], by: str) -> list[RunData]:
@@ -199,7 +199,7 @@ def _group_by_name(runs: Sequence[RunData], by: str) -> None:
         run.group = run.method if len(tasks) == 1 else f"{run.method} on {run.task.full_name}"
 
 
-def _read_config(folder: RunFolder) -> dict[str, Any]:
+def read_config(folder: RunFolder) -> dict[str, Any]:
     """Read the config without validation: a run of an older RL Lab can be reported too."""
     import yaml
 

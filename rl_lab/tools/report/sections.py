@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rl_lab.errors import LabError, closest
-from rl_lab.tools.report.figures import MOST_PANELS, draw_small_multiples
+from rl_lab.tools.report.figures import (
+    MOST_PANELS,
+    draw_small_multiples,
+    draw_time,
+    groups_of,
+    mean_shares,
+    panel_title,
+    time_shares,
+)
+from rl_lab.tools.report.interactive import Chart
 from rl_lab.tools.report.page import Section, Table
 from rl_lab.tools.report.runs import OF_ONE_RUN, RunData, Summary, config_differences, newest_media
 from rl_lab.tools.report.scores import (
@@ -43,7 +52,14 @@ HEADINGS = {
 }
 FEW = 3  # a prefix with fewer metrics gets no figure of its own
 # Already plotted in the learning curve and the timing figure.
-DRAWN_ELSEWHERE = ("collect/return_mean", "eval/return_mean", "time/*_share", "time/*_per_second")
+DRAWN_ELSEWHERE = (
+    "collect/return_mean",
+    "eval/return_mean",
+    "time/*_share",
+    "time/*_per_second",
+    "time/run_done",
+    "time/seconds_left",
+)
 
 
 def title(runs: Sequence[RunData]) -> str:
@@ -204,8 +220,13 @@ def evaluation_section(runs: Sequence[RunData]) -> list[Section]:
     )
 
 
-def metric_sections(runs: Sequence[RunData], patterns: Sequence[str] | None, folder: Path) -> list[Section]:
-    """Plot small multiples of all metrics, or of those matching the patterns; one section per key prefix."""
+def metric_sections(
+    runs: Sequence[RunData], patterns: Sequence[str] | None, folder: Path, pictures: bool = True
+) -> list[Section]:
+    """Plot small multiples of all metrics, or of those matching the patterns; one section per key prefix.
+
+    pictures: False: only interactive plots, and no files
+    """
     known = list(dict.fromkeys(key for run in runs for key in run.metrics.names()))
     if patterns is None:
         keys = [key for key in known if not any(fnmatch.fnmatchcase(key, drawn) for drawn in DRAWN_ELSEWHERE)]
@@ -215,7 +236,7 @@ def metric_sections(runs: Sequence[RunData], patterns: Sequence[str] | None, fol
                 raise LabError(f"--keys {pattern}: no such metric was logged.{closest(pattern, known)}")
         keys = [key for key in known if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)]
     by_prefix: dict[str, list[str]] = {}
-    for key in sorted(keys):
+    for key in sorted(keys, key=_metric_order):
         by_prefix.setdefault(key.partition("/")[0], []).append(key)
     few = [prefix for prefix, members in by_prefix.items() if len(members) < FEW]
     # One figure per prefix with many metrics, and one for the others.
@@ -228,16 +249,18 @@ def metric_sections(runs: Sequence[RunData], patterns: Sequence[str] | None, fol
         flat = {} if patterns is not None else constants(runs, members)
         if len(flat) == len(members):
             flat = {}
-        shown = draw_small_multiples(
-            runs, [key for key in members if key not in flat], path, full_names=name == "other"
-        )
-        left_out = len(members) - len(flat) - len(shown)
-        notes = (
-            [f"{left_out} more metrics than the {MOST_PANELS} shown: choose with --keys"] if left_out else []
-        )
+        moving = [key for key in members if key not in flat]
+        charts = [Chart(key if name == "other" else panel_title(key), (key,)) for key in moving]
+        plots = [path] if pictures else []
+        notes = []
+        if pictures:
+            shown = draw_small_multiples(runs, moving, path, full_names=name == "other")
+            if len(shown) < len(moving):
+                more = len(moving) - len(shown)
+                notes = [f"{more} more metrics than the {MOST_PANELS} of {path.name}: choose with --keys"]
         if flat:
             notes.append("Constant: " + ", ".join(f"{key} {number(value)}" for key, value in flat.items()))
-        sections.append(Section(HEADINGS.get(name, name), note=". ".join(notes), plots=[path]))
+        sections.append(Section(HEADINGS.get(name, name), note=". ".join(notes), plots=plots, charts=charts))
     return sections
 
 
@@ -249,6 +272,41 @@ def constants(runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, float]:
         if len(values) == 1 and sum(len(run.metrics.curve(key)) for run in runs) > 1:
             found[key] = values.pop()
     return found
+
+
+def speed_section(runs: Sequence[RunData], folder: Path, pictures: bool = True) -> list[Section]:
+    """Show steps and updates per second, and the share of wall time by section of the loop."""
+    path = folder / "speed.png"
+    shares = {
+        group: mean_shares([time_shares(run) for run in members])
+        for group, members in groups_of(runs).items()
+    }
+    rates = ("time/env_steps_per_second", "time/updates_per_second")
+    charts = [
+        Chart(panel_title(key).replace("_", " "), (key,))
+        for key in rates
+        if any(len(run.metrics.curve(key)) for run in runs)
+    ]
+    if (not charts and not any(shares.values())) or (pictures and not draw_time(runs, path)):
+        return []
+    names = list(dict.fromkeys(name for share in shares.values() for name in share))
+    rows = [
+        (
+            name.replace("_", " "),
+            *(f"{share.get(name, 0.0):.1%}" if share else NONE for share in shares.values()),
+        )
+        for name in sorted(
+            names, key=lambda name: (name == "other", -max(s.get(name, 0.0) for s in shares.values()))
+        )
+    ]
+    table = Table(("share of wall time", *shares), rows, right=range(1, len(shares) + 1))
+    return [Section("Speed", plots=[path] if pictures else [], charts=charts, tables=[table] if rows else [])]
+
+
+def _metric_order(key: str) -> tuple[int, str]:
+    """Sort key of the metrics of one heading: the totals, then losses, then the others."""
+    name = key.partition("/")[2]
+    return (0 if name == "loss" or name.endswith("return_mean") else 1 if "loss" in name else 2, key)
 
 
 def _in_order(prefixes: Iterable[str]) -> list[str]:

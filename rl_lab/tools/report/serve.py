@@ -1,21 +1,26 @@
 """`rl-lab report --serve`: the report as a live page of all runs below a folder.
 
-A thread polls the run folders every few seconds and redraws the page after a change; the page polls its
-version and reloads itself. web_access.py controls access.
+A thread polls the run folders every few seconds and redraws the page after a change. The page polls the state of the
+runs, and replaces what changed (live.js). web_access.py controls access.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import html
+import json
 import mimetypes
 import os
+import re
 import socket
 import sys
 import tempfile
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,7 +32,8 @@ from rl_lab.run_folder import RunFolder
 from rl_lab.run_folder import output_root as outputs_folder
 from rl_lab.tools.report.command import page_of_runs
 from rl_lab.tools.report.page import Page, Section, render_page
-from rl_lab.tools.report.runs import files_below, runs_below
+from rl_lab.tools.report.runs import files_below, read_config, runs_below
+from rl_lab.tools.report.status import run_status
 from rl_lab.tools.web_access import (
     IDLE_S,
     LONGEST_ANSWER_S,
@@ -42,33 +48,54 @@ from rl_lab.tools.web_access import (
 POLL_SECONDS = 3.0  # between two polls of the run folders
 BLOCK = 1 << 16  # bytes of a file that are sent at a time
 REST = 3.0  # wait at least this many times as long as drawing took
-SCRIPT = """<script nonce="%s">
-const version = "%s";
-setInterval(async () => {
-  try {
-    const answer = await fetch("version" + location.search);
-    if (answer.ok && (await answer.text()) !== version &&
-        ![...document.querySelectorAll("video")].some((video) => !video.paused)) location.reload();
-  } catch (error) { document.title = "(disconnected) " + document.title.replace("(disconnected) ", ""); }
-}, 3000);
-</script>"""
+SCRIPT = Path(__file__).with_name("live.js")
+STATUS_S = 1.0
+MOST_RUN_PAGES = 8  # pages of single runs that are kept
+
+
+@dataclass
+class Drawn:
+    """A page as it is sent: complete, and without plotly.js for a browser that has it."""
+
+    whole: bytes
+    part: bytes
+    files: dict[str, Path] = field(default_factory=dict)  # that it links to
+    seen: Any = None  # the fingerprint of what it shows
 
 
 class LiveReport:
-    """The newest page of the runs below some folders, and the files that it links to."""
+    """The newest page of the runs below some folders, pages of single runs, and the files that they link to."""
 
     def __init__(self, folders: Sequence[Path], by: str = "config") -> None:
         self.folders = list(folders)
         self.by = by
         self.nonce = make_nonce()
-        self.files: dict[str, Path] = {}
         self.version = "0"
-        self.page = self._plain("The page is being drawn.")
+        self.overview = self._plain("The page is being drawn.")
+        self._of_runs: OrderedDict[int, Drawn] = OrderedDict()
+        self._numbers: dict[Path, int] = {}  # of the runs, in their addresses
+        self._about: dict[Path, tuple[Any, str, int | None]] = {}  # config's time -> label and steps of a run
+        self._status: tuple[float, bytes] | None = None  # when it was looked up
+        self._asking = threading.Lock()
+        self._drawing = threading.Lock()
         self.drawn = threading.Event()  # set when the first page is ready
         self._seen: Any = None
         self._failure = ""  # why the last refresh drew nothing
         self._stop = threading.Event()
         self._scratch = tempfile.TemporaryDirectory(prefix="rl_lab_report_")
+
+    @property
+    def page(self) -> bytes:
+        return self.overview.whole
+
+    @property
+    def part(self) -> bytes:
+        return self.overview.part
+
+    def file(self, name: str) -> Path | None:
+        """Return the file of a link on one of the pages."""
+        pages = [self.overview, *list(self._of_runs.values())]
+        return next((page.files[name] for page in pages if name in page.files), None)
 
     def watch(self) -> None:
         """Poll and draw until `close`; run it in a thread."""
@@ -90,7 +117,7 @@ class LiveReport:
             seen = self._fingerprint(folders)
             if seen == self._seen:
                 return False
-            page, files = self._draw(folders, version)
+            page = self._draw(folders, version)
         except Exception as error:  # the files may be readable at the next poll
             if self._stop.is_set():
                 return False
@@ -101,10 +128,10 @@ class LiveReport:
             failure = f"The page could not be drawn: {error if expected else one_line(error)}"
             if failure == self._failure:
                 return False
-            page, files = self._plain(failure, version), {}
+            page = self._plain(failure, version)
             with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
                 print(failure, file=sys.stderr)
-        self.page, self.files, self.version, self._seen = page, files, version, seen
+        self.overview, self.version, self._seen = page, version, seen
         self._failure = failure
         self.drawn.set()
         return True
@@ -114,43 +141,119 @@ class LiveReport:
         for folder in self.folders:
             own = [RunFolder(folder)] if (folder / "config.yaml").is_file() else runs_below(folder)
             found |= {run.path: run for run in own}
+        for path in found:
+            self._numbers.setdefault(path, len(self._numbers))
         return list(found.values())
+
+    def status(self) -> bytes:
+        """Return the state of every run as JSON, running ones first; looked up at most once a second."""
+        with self._asking:
+            now = time.monotonic()
+            if self._status is None or now - self._status[0] > STATUS_S:
+                self._status = now, self._find_status()
+            return self._status[1]
+
+    def _find_status(self) -> bytes:
+        rows: list[dict[str, Any]] = []
+        for folder in self.runs():
+            label, steps = self._describe(folder)
+            stamp = _stamp(self._fingerprint([folder]))
+            about = {
+                "number": self._numbers[folder.path],
+                "label": label,
+                "folder": str(folder.path),
+                "stamp": stamp,
+            }
+            rows.append({**about, **run_status(folder, steps).plain()})
+        rows.sort(key=lambda row: (row["state"] != "running", row["age"] is None, row["age"] or 0.0))
+        return json.dumps({"version": self.version, "runs": rows}).encode()
+
+    def run_page(self, number: int) -> Drawn | None:
+        """Draw the page of one run, or return it if the run has not changed; None if there is no such run."""
+        folder = next((run for run in self.runs() if self._numbers[run.path] == number), None)
+        if folder is None:
+            return None
+        seen = self._fingerprint([folder])
+        known = self._of_runs.get(number)
+        if known is None or known.seen != seen:
+            try:
+                known = self._draw([folder], _stamp(seen), number)
+            except Exception as error:
+                text = str(error) if isinstance(error, LabError) else one_line(error)
+                known = self._plain(f"The page could not be drawn: {text}", _stamp(seen), number)
+            known.seen = seen
+            self._of_runs[number] = known
+            while len(self._of_runs) > MOST_RUN_PAGES:
+                self._of_runs.popitem(last=False)
+        return known
 
     def close(self) -> None:
         self._stop.set()
         self._scratch.cleanup()
 
-    def _draw(self, folders: Sequence[RunFolder], version: str) -> tuple[bytes, dict[str, Path]]:
+    def _describe(self, folder: RunFolder) -> tuple[str, int | None]:
+        """Return name, place and steps of a run; its config is read when it changes."""
+        try:
+            found = folder.config_file.stat()
+            changed = (found.st_size, found.st_mtime)
+        except OSError:
+            changed = (0, 0.0)
+        known = self._about.get(folder.path)
+        if known is None or known[0] != changed:
+            label, steps = "/".join(folder.path.parts[-2:]), None
+            with contextlib.suppress(Exception):  # a damaged config: the page says so
+                config = read_config(folder)
+                total = config.get("training.total_timesteps")
+                steps = int(total) if isinstance(total, int | float) else None
+                seed = config.get("experiment.seed")
+                name = str(config.get("experiment.name", folder.path.name))
+                label = f"{name}, seed {seed} · {label}"
+            known = self._about[folder.path] = (changed, label, steps)
+        return known[1:]
+
+    def _draw(self, folders: Sequence[RunFolder], stamp: str, number: int | None = None) -> Drawn:
         if not folders:
             where = ", ".join(str(folder) for folder in self.folders)
-            return self._plain(
-                f"There is no run below {where} yet. The page will show the first one.", version
-            ), {}
+            return self._plain(f"There is no run below {where} yet. The page will show the first one.", stamp)
         files: dict[str, Path] = {}
 
         def link(file: Path) -> str:
-            name = f"file/{len(files)}{file.suffix.lower()}"
+            # The same file has the same address as long as it does not change: the browser keeps it.
+            name = f"file/{_stamp((str(file), file.stat().st_mtime_ns))}{file.suffix.lower()}"
             files[name] = file
-            return name
+            return f"/{name}"
 
-        page, _ = page_of_runs(folders, Path(self._scratch.name), self.by)
-        page.script = self._script(version)
-        return render_page(page, Path(self._scratch.name), link).encode(errors="replace"), files
+        scratch = Path(self._scratch.name, "all" if number is None else "one")
+        with self._drawing:  # matplotlib's settings are the process's
+            page, _ = page_of_runs(folders, scratch, self.by, pictures=False)
+        page.script = self._script(stamp, number)
+        whole, part = (
+            render_page(page, scratch, link, embed=False, nonce=self.nonce, with_library=library).encode(
+                errors="replace"
+            )
+            for library in (True, False)
+        )
+        return Drawn(whole, part, files)
 
-    def _plain(self, text: str, version: str = "0") -> bytes:
-        page = Page("RL Lab", sections=[Section("Report", note=text)], script=self._script(version))
-        return render_page(page, Path()).encode(errors="replace")
+    def _plain(self, text: str, stamp: str = "0", number: int | None = None) -> Drawn:
+        page = Page("RL Lab", sections=[Section("Report", note=text)], script=self._script(stamp, number))
+        content = render_page(page, Path()).encode(errors="replace")
+        return Drawn(content, content)
 
-    def _script(self, version: str) -> str:
-        return SCRIPT % (self.nonce, html.escape(version))
+    def _script(self, stamp: str, number: int | None) -> str:
+        whose = "" if number is None else f' data-run="{number}"'
+        return (
+            f'<script nonce="{self.nonce}" data-stamp="{html.escape(stamp)}"{whose}>\n'
+            f"{SCRIPT.read_text(encoding='utf-8')}</script>"
+        )
 
     @staticmethod
     def _fingerprint(folders: Sequence[RunFolder]) -> tuple[Any, ...]:
-        """Return what changes while a run trains: lengths of logs, and the newest media file of each run."""
+        """Return what changes while a run trains: lengths of logs, evaluations, and the newest media file of each run."""
         facts: list[Any] = []
         for folder in folders:
             logs: list[tuple[float, ...] | None] = []
-            for path in (folder.metrics, folder.config_file):
+            for path in (folder.metrics, folder.config_file, folder.report):
                 try:
                     found = path.stat()
                     logs.append((found.st_size, found.st_mtime))
@@ -159,6 +262,10 @@ class LiveReport:
             media = [changed for _, changed in files_below(folder.media)]
             facts.append((str(folder.path), *logs, len(media), max(media, default=0.0)))
         return tuple(facts)
+
+
+def _stamp(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
 
 
 class Server(ThreadingHTTPServer):
@@ -229,16 +336,29 @@ class Handler(BaseHTTPRequestHandler):
             return
         live = self.server.live
         name = address.path.lstrip("/")
-        if name in ("", "index.html") and (moved := access.redirect(headers, "/", token)):
+        run = re.fullmatch(r"run/([0-9]{1,9})", name)
+        page = name in ("", "index.html") or run is not None
+        part = "part" in parse_qs(address.query)
+        if page and (moved := access.redirect(headers, address.path if run else "/", token)):
             self._answer(HTTPStatus.SEE_OTHER, b"", more=moved)
-        elif name in ("", "index.html"):
-            self._answer(HTTPStatus.OK, live.page, "text/html; charset=utf-8", nonce=live.nonce)
+        elif run is not None:
+            drawn = live.run_page(int(run[1]))
+            if drawn is None:
+                self._answer(HTTPStatus.NOT_FOUND, b"There is no such run.\n")
+            else:
+                content = drawn.part if part else drawn.whole
+                self._answer(HTTPStatus.OK, content, "text/html; charset=utf-8", nonce=live.nonce)
+        elif page:
+            content = live.part if part else live.page
+            self._answer(HTTPStatus.OK, content, "text/html; charset=utf-8", nonce=live.nonce)
         elif name == "favicon.ico":  # browsers ask for it
             self._answer(HTTPStatus.NO_CONTENT, b"")
         elif name == "version":
             self._answer(HTTPStatus.OK, live.version.encode())
-        elif name in live.files:
-            self._file(live.files[name])
+        elif name == "status":
+            self._answer(HTTPStatus.OK, live.status(), "application/json")
+        elif (file := live.file(name)) is not None:
+            self._file(file)
         else:
             self._answer(HTTPStatus.NOT_FOUND, b"There is no such page.\n")
 
@@ -253,7 +373,18 @@ class Handler(BaseHTTPRequestHandler):
         with file:
             kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
             size = os.fstat(file.fileno()).st_size
-            self._head(HTTPStatus.OK, size, kind)
+            start, end = _range(self.headers.get("Range", ""), size)
+            more = {"Accept-Ranges": "bytes"}
+            if (start, end) != (0, size):  # players of films ask for parts
+                more["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+            file.seek(start)
+            size = end - start
+            self._head(
+                HTTPStatus.PARTIAL_CONTENT if "Content-Range" in more else HTTPStatus.OK,
+                size,
+                kind,
+                more=more,
+            )
             while self.command != "HEAD" and size > 0 and (block := file.read(min(BLOCK, size))):
                 self.wfile.write(block)
                 size -= len(block)
@@ -283,6 +414,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: URLs contain the token, and the page polls every few seconds."""
+
+
+def _range(header: str, size: int) -> tuple[int, int]:
+    """Return the first byte and the one after the last that a request asks for; all of them unless it names one range."""
+    found = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header.strip())
+    if not found or not size or found[1] == found[2] == "":
+        return 0, size
+    if not found[1]:  # the last bytes
+        return max(0, size - int(found[2])), size
+    start, end = int(found[1]), int(found[2]) + 1 if found[2] else size
+    return (start, min(end, size)) if start < min(end, size) else (0, size)
 
 
 def serve(

@@ -73,7 +73,7 @@ def test_live_page_follows_runs(served, make_run: MakeRun, tmp_path: Path, monke
     assert status == 200 and b"dreamer_cartpole" in page and get(server, "version")[1] == b"2"
     assert "'none'" in headers["Content-Security-Policy"] and "no-store" in headers["Cache-Control"]
     # A file too large for the page is linked, and served only under that link.
-    (link,) = re.findall(r'href="(file/[^"]+)"', page.decode())
+    (link,) = re.findall(r'href="/(file/[^"]+)"', page.decode())
     assert get(server, link)[1] == (run / "media/episodes/test/eval_episode_000020000.gif").read_bytes()
     assert get(server, "file/9.gif")[0] == 404
     for wrong in ("../../etc/passwd", "file/../config.yaml", str(run / "config.yaml"), "%2e%2e/config.yaml"):
@@ -194,7 +194,7 @@ def test_clients_that_send_or_read_nothing_are_closed(served, tmp_path: Path, mo
     server = served()
     with open(tmp_path / "long.mp4", "wb") as file:
         file.truncate(1 << 33)
-    server.live.files["file/0.mp4"] = tmp_path / "long.mp4"
+    server.live.overview.files["file/0.mp4"] = tmp_path / "long.mp4"
     address = ("127.0.0.1", server.server_address[1])
     slow, stuck = socket.create_connection(address), socket.create_connection(address)
     slow.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\nX: ")

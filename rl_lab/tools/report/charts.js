@@ -1,0 +1,347 @@
+// Draws the plots of a report. The curves are in #chart-data and plotly.js is in #chart-library, both compressed.
+"use strict";
+(() => {
+const nonce = document.currentScript.nonce;
+const BAND_DRAWS = 500, BAND_POINTS = 200, LEVEL = 0.95;
+const TRAINING = "collect/return_mean", EVALUATION = "eval/return_mean", SPREAD = "eval/return_std";
+const UNITS = [["seconds", 1, 180], ["minutes", 60, 180 * 60], ["hours", 3600, Infinity]];
+const one = (selector, root = document) => root.querySelector(selector);
+const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+
+let data = null;
+const place = "rl-lab report " + location.pathname;
+const state = { x: "step", smooth: 5, log: false, seeds: "mean", hidden: [], search: "", ...saved() };
+
+function saved() {
+  try { return JSON.parse(sessionStorage.getItem(place)) || {}; } catch { return {}; }
+}
+function remember() {
+  try { sessionStorage.setItem(place, JSON.stringify(state)); } catch { /* a private window */ }
+}
+
+async function unpack(id) {
+  const bytes = Uint8Array.from(atob(one("#" + id).textContent), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
+// --- Curves ---
+
+function curve(run, key) {
+  const found = run.y[key];
+  if (!found) return { x: [], y: [] };
+  const [lines, values] = found, counter = run.x[state.x], x = [], y = [];
+  for (let i = 0; i < values.length; i++) {
+    const at = counter[lines ? lines[i] : i];
+    if (at === null || values[i] === null) continue;
+    if (x.length && at <= x[x.length - 1]) y[y.length - 1] = values[i];  // of one count the last value
+    else { x.push(at); y.push(values[i]); }
+  }
+  return { x, y };
+}
+
+function smooth({ x, y }, percent) {
+  const half = Math.floor(y.length * percent / 200);
+  if (half < 1) return { x, y };
+  const sums = [0];
+  for (const value of y) sums.push(sums[sums.length - 1] + value);
+  return { x, y: y.map((_, i) => {
+    const low = Math.max(0, i - half), high = Math.min(y.length, i + half + 1);
+    return (sums[high] - sums[low]) / (high - low);
+  }) };
+}
+
+function valuesAt({ x, y }, grid) {
+  let i = 0;
+  return grid.map((at) => {
+    while (i < x.length - 2 && x[i + 1] < at) i++;
+    if (x.length === 1 || at <= x[0]) return y[0];
+    if (at >= x[x.length - 1]) return y[y.length - 1];
+    return y[i] + (y[i + 1] - y[i]) * (at - x[i]) / (x[i + 1] - x[i]);
+  });
+}
+
+function random(seed) {  // a linear congruential generator: the same page shows the same band
+  return (limit) => { seed = (Math.imul(seed, 1664525) + 1013904223) >>> 0; return Math.floor(seed / 4294967296 * limit); };
+}
+
+// Mean over seeds and its bootstrap interval, over the range that all of them cover.
+function band(curves) {
+  curves = curves.filter((item) => item.x.length);
+  if (!curves.length) return null;
+  const start = Math.max(...curves.map((item) => item.x[0]));
+  const end = Math.min(...curves.map((item) => item.x[item.x.length - 1]));
+  if (start > end) return null;
+  let x = [...new Set(curves.flatMap((item) => item.x))].filter((at) => at >= start && at <= end).sort((a, b) => a - b);
+  if (x.length > BAND_POINTS)
+    x = Array.from({ length: BAND_POINTS }, (_, i) => start + (end - start) * i / (BAND_POINTS - 1));
+  const rows = curves.map((item) => valuesAt(item, x)), n = rows.length;
+  const mean = x.map((_, i) => rows.reduce((sum, row) => sum + row[i], 0) / n);
+  if (n === 1) return { x, mean, low: mean, high: mean };
+  const draw = random(1), picks = Array.from({ length: BAND_DRAWS }, () => rows.map(() => draw(n)));
+  const low = [], high = [], tail = (1 - LEVEL) / 2;
+  for (let i = 0; i < x.length; i++) {
+    const drawn = Float64Array.from(picks, (pick) => pick.reduce((sum, row) => sum + rows[row][i], 0) / n).sort();
+    low.push(drawn[Math.floor(tail * (BAND_DRAWS - 1))]);
+    high.push(drawn[Math.ceil((1 - tail) * (BAND_DRAWS - 1))]);
+  }
+  return { x, mean, low, high };
+}
+
+// --- Traces ---
+
+const paint = (color, alpha) => color + Math.round(alpha * 255).toString(16).padStart(2, "0");
+const sparse = (key) => key.startsWith("eval/") || key.startsWith("report/");
+const short = (text, length = 46) => text.length > length ? text.slice(0, length - 1) + "…" : text;
+
+function line(x, y, name, color, more = {}) {
+  const { width = 1.8, opacity = 1, ...rest } = more;
+  return { type: "scatter", mode: "lines", x, y, name: short(name), line: { color, width }, opacity,
+    hovertemplate: "%{y:.5~g}<extra>%{fullData.name}</extra>", showlegend: false, ...rest };
+}
+const quiet = { hoverinfo: "skip", hovertemplate: null };
+
+function area(x, low, high, color) {
+  return { ...line([...x, ...x.slice().reverse()], [...high, ...low.slice().reverse()], "", color, quiet),
+    fill: "toself", fillcolor: paint(color, 0.16), line: { width: 0 } };
+}
+
+function shown(task) {
+  return data.runs.filter((run) => !state.hidden.includes(run.label) && (task === null || run.task === task));
+}
+
+function groups(runs) {
+  const found = new Map();
+  for (const run of runs) found.set(run.group, [...(found.get(run.group) || []), run]);
+  return found;
+}
+
+function tracesOf(spec) {
+  const traces = [], { keys, task = null, large } = spec;
+  const learning = keys.length === 2 && keys[1] === EVALUATION;
+  const runs = shown(task);
+  const together = [...groups(runs)].flatMap(([group, members]) =>
+    state.seeds === "mean" && members.length > 1 ? [[`${group} (${members.length} seeds)`, members]]
+      : members.map((run) => [run.label, [run]]));
+  for (const [name, members] of together) for (const key of keys) {
+    const color = members[0].color;
+    const evaluation = learning && key === EVALUATION;
+    const faint = learning && !evaluation && members.some((run) => run.y[EVALUATION]);
+    const whose = learning ? `${name}, ${evaluation ? "evaluation" : "training"}` : data.runs.length > 1 ? name : keys[0];
+    const raw = members.map((run) => curve(run, key));
+    const curves = raw.map((item) => sparse(key) ? item : smooth(item, state.smooth));
+    if (!curves.some((item) => item.x.length)) continue;
+    const few = Math.max(...curves.map((item) => item.x.length)) <= 60;
+    const look = evaluation || sparse(key) || Math.max(...curves.map((item) => item.x.length)) < 2
+      ? { mode: few ? "lines+markers" : "lines", marker: { size: large ? 6 : 4 }, width: evaluation ? 2.4 : 1.8 }
+      : { opacity: faint ? 0.65 : 1, width: faint ? 1.3 : 1.8 };
+    if (members.length === 1) {
+      if (state.smooth > 0 && !sparse(key)) traces.push(line(raw[0].x, raw[0].y, "", color, { width: 0.8, opacity: 0.28, ...quiet }));
+      if (evaluation) traces.push(...spreadOf(members[0], color));
+      traces.push(line(curves[0].x, curves[0].y, whose, color, { ...look, showlegend: learning }));
+      continue;
+    }
+    const mean = band(curves);
+    for (const item of curves) traces.push(line(item.x, item.y, "", color, { width: 0.8, opacity: 0.3, ...quiet }));
+    if (!mean) continue;
+    if (!faint) traces.push(area(mean.x, mean.low, mean.high, color));
+    traces.push(line(mean.x, mean.mean, whose, color, { ...look, showlegend: learning }));
+  }
+  if (learning) for (const run of runs) traces.push(...evaluatedOf(run));
+  return traces;
+}
+
+function spreadOf(run, color) {
+  const mean = curve(run, EVALUATION), spread = curve(run, SPREAD);
+  if (mean.x.length < 2 || !spread.x.length) return [];
+  const wide = valuesAt(spread, mean.x);
+  return [area(mean.x, mean.y.map((y, i) => y - wide[i]), mean.y.map((y, i) => y + wide[i]), color)];
+}
+
+function evaluatedOf(run) {  // results of rl-lab eval
+  return run.evaluated.map((point) => {
+    const steps = run.x.step;
+    let at = steps.findIndex((step) => step >= point.step);
+    if (at < 0) at = steps.length - 1;
+    const x = state.x === "step" ? point.step : at < 0 ? null : run.x[state.x][at];
+    const bars = point.low === null ? {} : { error_y: { type: "data", symmetric: false, thickness: 1.5, color: run.color,
+      array: [point.high - point.mean], arrayminus: [point.mean - point.low] } };
+    return line([x], [point.mean], `${run.label}, rl-lab eval (${point.episodes} episodes)`, run.color,
+      { mode: "markers", marker: { symbol: "diamond", size: 10, color: run.color }, showlegend: true, ...bars });
+  }).filter((trace) => trace.x[0] !== null);
+}
+
+// --- Drawing ---
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const coarse = matchMedia("(pointer: coarse)").matches;
+
+function scaleOf(runs) {  // of the x axis: a unit of time that gives readable numbers
+  if (state.x !== "seconds") return [data.axes[state.x], 1];
+  const longest = Math.max(0, ...runs.map((run) => run.x.seconds.at(-1) || 0));
+  const [unit, size] = UNITS.find(([, , limit]) => longest < limit);
+  return [`wall time, ${unit}`, size];
+}
+
+function draw(box) {
+  const spec = JSON.parse(box.dataset.chart), area = one(".plotarea", box);
+  const traces = tracesOf(spec), [label, size] = scaleOf(data.runs);
+  if (size !== 1) for (const trace of traces) trace.x = trace.x.map((x) => x / size);
+  const values = traces.flatMap((trace) => trace.y).filter((y) => y !== null);
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const learning = spec.keys.length > 1;
+  const logarithmic = low > 0 && (state.log || (!learning && high / low > data.logRange));
+  const big = spec.large || box.classList.contains("wide"), narrow = area.clientWidth < 460;
+  const axis = { gridcolor: css("--line"), zeroline: false, linecolor: css("--line"), automargin: true,
+    tickfont: { size: big ? 12 : 10 }, fixedrange: coarse && !big };
+  const legend = traces.some((trace) => trace.showlegend);
+  const layout = {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--soft"), family: getComputedStyle(document.body).fontFamily },
+    margin: { l: 8, r: 12, t: big && coarse ? 34 : 8, b: 8 }, height: spec.large ? (narrow ? 340 : 400) : big ? 400 : 190,
+    hovermode: traces.length > 12 || !big ? "closest" : "x unified", dragmode: coarse ? false : "zoom",
+    hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 12 } },
+    xaxis: { ...axis, title: big && !narrow ? { text: label, font: { size: 12 } } : undefined, nticks: big && !narrow ? 9 : 5,
+      hoverformat: ",.6~g", uirevision: state.x },
+    yaxis: { ...axis, type: logarithmic ? "log" : "linear", title: spec.unit && !narrow ? { text: spec.unit, font: { size: 12 } } : undefined,
+      nticks: big ? 8 : 5, uirevision: String(logarithmic) },
+    showlegend: legend, legend: { orientation: "h", x: 0, xanchor: "left", yref: "container", y: 0, yanchor: "bottom", font: { size: 12 } },
+    modebar: { bgcolor: css("--card"), color: css("--soft"), activecolor: css("--accent") },
+    annotations: traces.length ? [] : [{ text: shown(spec.task || null).length ? "no value yet" : "no run is chosen",
+      showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],
+  };
+  const config = { displaylogo: false, responsive: true, displayModeBar: big && coarse ? true : "hover",
+    modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"], ...(big ? [["toImage"]] : [])],
+    toImageButtonOptions: { format: "png", scale: 2, filename: spec.title.replace(/[^\w-]+/g, "_") } };
+  box.dirty = false;
+  return window.Plotly.react(area, traces, layout, config);
+}
+
+const nearby = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    target.near = isIntersecting;
+    if (isIntersecting && target.dirty !== false) draw(target);
+  }
+}, { rootMargin: "400px 0px" });
+
+function redraw() {
+  for (const box of all(".chart")) {
+    box.dirty = true;
+    if (box.near) draw(box);
+  }
+}
+
+// --- Controls ---
+
+function search() {
+  const words = state.search.toLowerCase().split(/\s+/).filter(Boolean);
+  let found = 0;
+  const boxes = all(".chart");
+  for (const box of boxes) {
+    const spec = JSON.parse(box.dataset.chart), name = (spec.title + " " + spec.keys.join(" ")).toLowerCase();
+    box.hidden = !words.every((word) => name.includes(word));
+    found += !box.hidden;
+  }
+  for (const section of all("section[data-metrics]")) section.hidden = !all(".chart", section).some((box) => !box.hidden);
+  one("#found").textContent = words.length ? `${found} of ${boxes.length}` : "";
+}
+
+function chips() {
+  const row = one("#run-chips");
+  row.replaceChildren();
+  if (data.runs.length < 2) return;
+  const button = (text, click, pressed) => {
+    const made = document.createElement("button");
+    made.type = "button";
+    made.textContent = text;
+    if (pressed !== undefined) made.setAttribute("aria-pressed", pressed);
+    made.onclick = click;
+    row.append(made);
+    return made;
+  };
+  const change = (hidden) => { state.hidden = hidden; chips(); remember(); redraw(); };
+  const labels = data.runs.map((run) => run.label);
+  for (const run of data.runs) {
+    const on = !state.hidden.includes(run.label);
+    const made = button(run.label, () =>
+      change(on ? [...state.hidden, run.label] : state.hidden.filter((label) => label !== run.label)), on);
+    made.ondblclick = () => change(labels.filter((label) => label !== run.label));
+    made.title = "shown or hidden; a double click shows only this run";
+    made.style.setProperty("--run", run.color);
+  }
+  if (labels.length > 2) {
+    button("all", () => change([])).className = "plain";
+    button("none", () => change(labels)).className = "plain";
+  }
+  one("#run-count").textContent = `Runs: ${labels.filter((label) => !state.hidden.includes(label)).length} of ${labels.length}`;
+}
+
+function controls() {
+  const bind = (id, event, read, after = redraw) => {
+    const element = one("#" + id);
+    element.addEventListener(event, () => { read(element); remember(); after(); });
+    return element;
+  };
+  const percent = () => { one("#smooth-value").textContent = state.smooth ? `${state.smooth} %` : "off"; };
+  bind("x-axis", "change", (element) => { state.x = element.value; }).value = state.x;
+  bind("smooth", "input", (element) => { state.smooth = Number(element.value); percent(); }).value = state.smooth;
+  bind("log-y", "change", (element) => { state.log = element.checked; }).checked = state.log;
+  bind("search", "input", (element) => { state.search = element.value; }, () => { search(); redraw(); }).value = state.search;
+  const seeds = bind("seeds", "change", (element) => { state.seeds = element.value; });
+  seeds.value = state.seeds;
+  seeds.parentElement.hidden = !data.several;
+  one("#runs-box").hidden = data.runs.length < 2;
+  one("#runs-box").open = data.runs.length < 9 && innerWidth > 640;
+  percent();
+  chips();
+  one("#controls").hidden = false;
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) {
+      event.preventDefault();
+      one("#search").focus();
+    }
+  });
+  document.addEventListener("click", (event) => {
+    const title = event.target.closest(".chart button.title");
+    if (!title) return;
+    const box = title.closest(".chart"), wide = box.classList.toggle("wide");
+    title.setAttribute("aria-expanded", wide);
+    draw(box);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+}
+
+async function read() { data = JSON.parse(await unpack("chart-data")); }
+
+async function start() {
+  if (!one("#chart-data")) return;
+  try {
+    await read();
+    const code = document.createElement("script");
+    code.nonce = nonce;
+    code.textContent = await unpack("chart-library");
+    document.head.append(code);
+  } catch (error) {
+    for (const area of all(".plotarea")) area.textContent = "This browser cannot draw the plots; see the .png files beside the page.";
+    console.warn(error);
+    return;
+  }
+  if (!(state.x in data.axes)) state.x = "step";
+  controls();
+  search();
+  for (const box of all(".chart")) nearby.observe(box);
+  document.documentElement.dataset.charts = "ready";
+}
+
+// A served page calls this after it replaced what changed: new curves, perhaps new charts.
+async function update() {
+  if (!window.Plotly) return start();
+  await read();
+  chips();
+  search();
+  nearby.disconnect();
+  for (const box of all(".chart")) nearby.observe(box);
+  redraw();
+}
+
+window.rlLabCharts = { update, band, smooth, state };
+start();
+})();
