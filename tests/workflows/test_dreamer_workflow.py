@@ -236,17 +236,22 @@ def test_report_of_vectors_and_images():
     workflow = make_dreamer()
     batch = make_batch(workflow, rows=9)
     report = workflow.report(batch)
-    assert set(report) == {"open_loop_error/vector", "imagination_return"}
+    assert set(report) == {"open_loop_error/vector", "open_loop/vector", "imagination_return"}
     assert report["open_loop_error/vector"] > 0
-    assert workflow.report(batch) == report
+    again = workflow.report(batch)
+    picture = report.pop("open_loop/vector")
+    assert torch.equal(again.pop("open_loop/vector"), picture) and again == report
+    assert picture.dtype == torch.uint8 and picture.shape[0] == 3
+    grey, red = (torch.tensor(color).view(3, 1, 1) for color in ([0x9A, 0xA0, 0xA6], [0xD7, 0x30, 0x27]))
+    assert (picture == grey).all(0).any() and (picture == red).all(0).any(), "truth and prediction are drawn"
     workflow = make_dreamer(image_spec(size=32))
     report = workflow.report(make_batch(workflow, rows=9))
     video = report["open_loop/image"]
-    assert video.shape == (8, 3, 2 * 32, 3 * 32)
+    assert video.shape == (8, 3, 2 * 36, 3 * 36)
     assert video.dtype == torch.uint8
     # The border of the model's panel is green while it observes, red while it predicts.
-    assert video[0, :, 0, 32].tolist() == [0, 255, 0]
-    assert video[-1, :, 0, 32].tolist() == [255, 0, 0]
+    assert video[0, :, 0, 36].tolist() == [0, 255, 0]
+    assert video[-1, :, 0, 36].tolist() == [255, 0, 0]
     # Two rollouts side by side: the last observed state and eight imagined ones.
     assert report["imagination/image"].shape == (9, 3, 32, 2 * 32)
 

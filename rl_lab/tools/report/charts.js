@@ -198,7 +198,7 @@ function draw(box) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--soft"), family: getComputedStyle(document.body).fontFamily },
     margin: { l: 8, r: 12, t: big && coarse ? 34 : 8, b: 8 }, height: spec.large ? (narrow ? 340 : 400) : big ? 400 : 190,
     hovermode: traces.length > 12 || !big ? "closest" : "x unified", dragmode: coarse ? false : "zoom",
-    hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 12 } },
+    hoverlabel: { namelength: -1, bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 12 } },
     xaxis: { ...axis, title: big && !narrow ? { text: label, font: { size: 12 } } : undefined, nticks: big && !narrow ? 9 : 5,
       hoverformat: ",.6~g", uirevision: state.x },
     yaxis: { ...axis, type: logarithmic ? "log" : "linear", title: spec.unit && !narrow ? { text: spec.unit, font: { size: 12 } } : undefined,
@@ -208,7 +208,7 @@ function draw(box) {
     annotations: traces.length ? [] : [{ text: shown(spec.task || null).length ? "no value yet" : "no run is chosen",
       showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],
   };
-  const config = { displaylogo: false, responsive: true, displayModeBar: big && coarse ? true : "hover",
+  const config = { displaylogo: false, responsive: true, displayModeBar: coarse ? big : "hover",
     modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"], ...(big ? [["toImage"]] : [])],
     toImageButtonOptions: { format: "png", scale: 2, filename: spec.title.replace(/[^\w-]+/g, "_") } };
   box.dirty = false;

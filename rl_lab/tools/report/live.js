@@ -40,9 +40,10 @@ function show(runs) {
     bar.max = 1;
     bar.value = run.progress ?? 0;
     bar.setAttribute("aria-label", "progress");
-    const facts = [run.phase, run.progress === null ? null : `${Math.floor(100 * run.progress)} %`,
+    bar.hidden = run.state === "finished";
+    const facts = [run.phase, run.progress === null || bar.hidden ? null : `${Math.floor(100 * run.progress)} %`,
       run.left === null ? null : `${words(run.left)} left`,
-      run.age === null ? null : `updated ${words(run.age)} ago`, run.note];
+      run.age === null ? null : `${run.state === "running" ? "updated" : "last line"} ${words(run.age)} ago`, run.note];
     row.append(name, element("span", run.state, `state ${run.state}`), bar,
       element("span", facts.filter(Boolean).join(" · "), "soft"));
     return row;

@@ -52,8 +52,8 @@ img.plot { display: block; width: 100%; height: auto; }
   white-space: nowrap; }
 .fact span { display: block; color: var(--soft); font-size: 12px; line-height: 1.4; }
 /* A shadow at the edge behind which there is more. */
-.scroll { overflow-x: auto; background: linear-gradient(to right, var(--card), transparent) 0 0 / 32px 100%,
-  linear-gradient(to left, var(--card), transparent) 100% 0 / 32px 100%, linear-gradient(to right, #0003, transparent)
+.scroll { overflow-x: auto; background: linear-gradient(to right, var(--card) 12px, transparent) 0 0 / 32px 100%,
+  linear-gradient(to left, var(--card) 12px, transparent) 100% 0 / 32px 100%, linear-gradient(to right, #0003, transparent)
   0 0 / 12px 100%, linear-gradient(to left, #0003, transparent) 100% 0 / 12px 100%, var(--card);
   background-repeat: no-repeat; background-attachment: local, local, scroll, scroll, scroll; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
@@ -70,6 +70,7 @@ details + details { margin-top: 8px; }
 figure { margin: 0; } figcaption { color: var(--soft); font-size: 12.5px; margin-top: 6px; overflow-wrap: anywhere; }
 .gallery img, .gallery video { display: block; width: 100%; max-height: 320px; object-fit: contain; border-radius: 6px;
   background: #0001; }
+.gallery .wide { grid-column: 1 / -1; }
 .gallery .small { image-rendering: pixelated; }
 a { color: var(--accent); }
 .bar { position: sticky; top: 0; z-index: 5; margin: 16px -8px 0; padding: 8px; background: var(--page);
@@ -96,16 +97,16 @@ a { color: var(--accent); }
 .plotarea { min-height: 190px; } .chart.large .plotarea { min-height: 340px; }
 section { scroll-margin-top: 70px; }
 h2 { scroll-margin-top: 70px; }
-.live { display: grid; gap: 8px; margin: 14px 0; } .live .run { display: grid; gap: 4px 12px; align-items: center;
+.live { display: grid; gap: 8px; margin: 14px 0; max-height: 50vh; overflow-y: auto; } .live .run { display: grid; gap: 4px 12px; align-items: center;
   grid-template-columns: minmax(0, 2fr) 84px minmax(80px, 1fr) minmax(150px, auto); padding: 8px 12px; }
 .live .run + .run { margin-top: 0; } .live progress { width: 100%; height: 8px; accent-color: var(--accent); }
 .live .state::before { content: "● "; color: var(--dot, var(--soft)); } .live .state { white-space: nowrap; }
 .live .running { --dot: #2da44e; } .live .finished { --dot: #0072b2; } .live .crashed { --dot: #cf222e; }
 .live .stopped { --dot: #bf8700; }
 @media (max-width: 640px) { main { padding: 18px 12px 40px; } .bar { margin: 12px -12px 0; padding: 8px 12px; position: static; }
-  .live .run { grid-template-columns: minmax(0, 1fr) auto; } .facts { grid-template-columns: 1fr 1fr; }
+  .live .run { grid-template-columns: minmax(0, 1fr) auto; } .bar label:has([type=search]) { flex-basis: 100%; } .facts { grid-template-columns: 1fr 1fr; }
   .facts .fact b { font-size: 17px; white-space: normal; } .bar .row { gap: 6px 12px; } .bar input[type=range] { width: 90px; }
-  .bar label:has([type=search]) { flex: 1; } .bar input[type=search] { width: 100%; } img.plot { min-width: 680px; }
+  .bar input[type=search] { width: 100%; } img.plot { min-width: 680px; }
   .picture::before { content: "swipe sideways to see all of it"; color: var(--soft); font-size: 12px; } .gallery { grid-template-columns: 1fr; } }
 """
 
@@ -303,17 +304,20 @@ class _Media:
         is_video = _TYPES[file.suffix.lower()].startswith("video/")
         try:
             source = _embed(file) if self._embed else html.escape(self._link(file))
-            crisp = ' class="small"' if not is_video and _is_small(file) else ""
+            # Videos of small frames are stored enlarged; the browser may enlarge them further.
+            small = "report_" in file.name if is_video else _is_small(file)
+            crisp = ' class="small"' if small else ""
         except Exception as error:  # an unreadable file must not fail the page
             why = _text(f"{file} cannot be shown: {one_line(error)}")
             return f"<figure><p class='soft'>{why}</p>{words}</figure>"
         self._room -= size
         if is_video:
-            shown = f'<video src="{source}" controls autoplay loop muted playsinline></video>'
+            shown = f'<video{crisp} src="{source}" controls autoplay loop muted playsinline></video>'
         else:
             shown = f'<img{crisp} alt="" src="{source}">'
         mark = "" if self._embed else f' data-file="{source}"'
-        return f"<figure{mark}>{shown}{words}</figure>"
+        wide = ' class="wide"' if "imagination" in file.name else ""  # rollouts side by side
+        return f"<figure{wide}{mark}>{shown}{words}</figure>"
 
 
 def _is_small(file: Path) -> bool:

@@ -345,6 +345,8 @@ MEANINGS = {
     "eval_worst": "the worst of the evaluated episodes",
 }
 
+VALUES = "one sequence over time; grey: the truth; green: the model observes it; red: it predicts from actions alone"
+
 
 def media(runs: Sequence[RunData]) -> list[tuple[Path, str]]:
     """Return the newest videos and images of every run, with captions."""
@@ -364,7 +366,9 @@ def _caption(file: Path) -> str:
         name, step = file.stem, ""
     words = name.replace("_", " ") + (f", step {int(step):,}" if step else "")
     meaning = next((f": {text}" for part, text in MEANINGS.items() if part in name), "")
-    return f"{words} ({file.parent.as_posix()}){meaning}"
+    if "open_loop" in name and file.suffix == ".png":
+        meaning = f": {VALUES}"
+    return f"{words.removeprefix('report ')} ({file.parent.as_posix()}){meaning}"
 
 
 def _value(value: Any) -> str:

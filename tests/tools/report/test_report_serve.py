@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import http.client
+import json
 import os
 import re
 import shutil
@@ -86,6 +87,43 @@ def test_live_page_follows_runs(served, make_run: MakeRun, tmp_path: Path, monke
     assert live.refresh() and b"could not be drawn" in get(server)[1]
     shutil.rmtree(run)
     assert live.refresh() and b"no run below" in get(server)[1]
+
+
+def test_state_and_page_of_each_run(served, make_run: MakeRun, tmp_path: Path):
+    server = served(token="a secret of the test")
+    make_run(lines=12, media=False)
+    other = make_run(name="other", lines=5)
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 100, "time": 1700000100.0}\n')
+    server.live.refresh()
+    token = "?token=a+secret+of+the+test"
+    for path in ("status", "run/0", "?part=1"):
+        assert get(server, path)[0] == 403, path
+    status = json.loads(get(server, "status" + token)[1])
+    assert status["version"] == server.live.version
+    found = {run["number"]: run for run in status["runs"]}
+    assert [found[number]["state"] for number in (0, 1)] == ["finished", "crashed"]
+    assert "other" in found[1]["label"] and found[1]["folder"] == str(other)
+    code, page, headers = get(server, "run/1" + token)
+    assert code == 200 and b"<h1>other</h1>" in page and f'data-stamp="{found[1]["stamp"]}"'.encode() in page
+    assert re.search(rb'nonce="([^"]+)"', page)[1].decode() in headers["Content-Security-Policy"]
+    assert server.live.run_page(1) is server.live.run_page(1), "drawn once"
+    # Films are not in the page: they have addresses, and players may ask for parts.
+    (name,) = re.findall(rb'<img[^>]* src="/(file/[^"]+)"', page)
+    film = next((other / "media").rglob("*.gif")).read_bytes()
+    assert get(server, name.decode() + token)[1] == film
+    for asked, expected in (
+        ("bytes=2-5", film[2:6]),
+        ("bytes=-3", film[-3:]),
+        (f"bytes=4-{10**9}", film[4:]),
+    ):
+        code, content, headers = get(server, name.decode() + token, {"Range": asked})
+        assert (code, content) == (206, expected) and headers["Content-Range"].endswith(f"/{len(film)}")
+    for asked in ("bytes=9-2", f"bytes={10**9}-", "bytes=-", "lines=1-2"):
+        assert get(server, name.decode() + token, {"Range": asked})[:2] == (200, film)
+    assert get(server, "run/2" + token)[0] == 404 and get(server, "run/x" + token)[0] == 404
+    (other / "config.yaml").write_text("{broken")
+    assert b"could not be drawn" in get(server, "run/1" + token)[1]
 
 
 def test_live_page_lists_unreadable_runs(served, make_run: MakeRun, tmp_path: Path):
