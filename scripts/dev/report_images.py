@@ -3,15 +3,15 @@
 python scripts/dev/report_images.py [--runs DIR] [report] [dream]
 
 Runs that lie in DIR already are gone on with, so that giving the command again draws the pictures anew. The page is
-photographed with Chromium, where there is one.
+photographed with Chromium, where there is one; its plots are interactive if plotly is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -21,6 +21,7 @@ from rl_lab.tools.dream_report import measure
 from rl_lab.tools.dream_report.page import write_dream_report
 from rl_lab.tools.evaluate import evaluate
 from rl_lab.tools.report.command import write_report
+from rl_lab.tools.report.interactive import available
 from rl_lab.training import train
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images" / "report"
@@ -51,7 +52,8 @@ def report_pictures(runs: Path) -> None:
         multirun([f"experiment={experiment}", "experiment.seed=0,1,2", *words, *QUIET, sweep])
     evaluate(runs / "dreamer_cartpole" / "0", checkpoint="best", episodes=20, video=True)
     page, *_ = write_report([runs / experiment for experiment in SWEEPS], out=runs / "report")
-    photograph(page, FOLDER / "page.png", height=2300)
+    photograph(page, FOLDER / "page.png", width=1100, height=1500)
+    photograph(page, FOLDER / "phone.png", width=390, height=1500, dark=True)
 
 
 def dream_pictures(runs: Path) -> None:
@@ -65,21 +67,28 @@ def dream_pictures(runs: Path) -> None:
     keep(files["png"], FOLDER / "dream.png")
 
 
-def photograph(page: Path, target: Path, height: int) -> None:
-    """What a browser shows of a page."""
+def photograph(page: Path, target: Path, width: int, height: int, dark: bool = False) -> None:
+    """What a browser shows of a page, with the pointer over the first plot if it is interactive."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         print(f"no Chromium here: {target} is not made")
         return
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        f"--window-size=1100,{height}",
-    ]
-    command = [browser, *options, f"--screenshot={target}", page.resolve().as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    from playwright.sync_api import sync_playwright
+
+    size: Any = {"width": width, "height": height}
+    with sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        shown = started.new_page(viewport=size, color_scheme="dark" if dark else "light")
+        shown.goto(page.resolve().as_uri())
+        if available():
+            shown.locator("html[data-charts=ready]").wait_for(state="attached")
+            plot = shown.locator(".nsewdrag").first.bounding_box()
+            assert plot is not None
+            shown.wait_for_timeout(2000)
+            shown.mouse.move(plot["x"] + 0.7 * plot["width"], plot["y"] + 0.6 * plot["height"])
+            shown.wait_for_timeout(500)
+        shown.screenshot(path=target)
+        started.close()
     keep(target, target)
 
 

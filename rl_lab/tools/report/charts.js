@@ -197,10 +197,10 @@ function draw(box) {
   const layout = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--soft"), family: getComputedStyle(document.body).fontFamily },
     margin: { l: 8, r: 12, t: big && coarse ? 34 : 8, b: 8 }, height: spec.large ? (narrow ? 340 : 400) : big ? 400 : 190,
-    hovermode: traces.length > 12 || !big ? "closest" : "x unified", dragmode: coarse ? false : "zoom",
-    hoverlabel: { namelength: -1, bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 12 } },
+    hovermode: traces.filter((trace) => trace.name).length > 12 || !big ? "closest" : "x unified", dragmode: coarse ? false : "zoom",
+    hoverdistance: 40, hoverlabel: { namelength: -1, bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 12 } },
     xaxis: { ...axis, title: big && !narrow ? { text: label, font: { size: 12 } } : undefined, nticks: big && !narrow ? 9 : 5,
-      hoverformat: ",.6~g", uirevision: state.x },
+      hoverformat: ",.6~g", spikecolor: css("--soft"), spikethickness: 1, spikedash: "solid", uirevision: state.x },
     yaxis: { ...axis, type: logarithmic ? "log" : "linear", title: spec.unit && !narrow ? { text: spec.unit, font: { size: 12 } } : undefined,
       nticks: big ? 8 : 5, uirevision: String(logarithmic) },
     showlegend: legend, legend: { orientation: "h", x: 0, xanchor: "left", yref: "container", y: 0, yanchor: "bottom", font: { size: 12 } },

@@ -133,7 +133,7 @@ def test_plots_of_plotly(
         page.mouse.move(*middle)
         page.mouse.move(middle[0] + 3, middle[1])
         hover = plot.locator(".hoverlayer")
-        hover.get_by_text("a (2 seeds), evaluation").wait_for(timeout=10_000)
+        hover.get_by_text("a (2 seeds), training").wait_for(timeout=10_000)
         assert any(letter.isdigit() for letter in hover.text_content())
         # Zoom by dragging, and back by a double click.
         before = plot.evaluate(scale)
