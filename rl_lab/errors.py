@@ -14,6 +14,12 @@ from pathlib import Path
 class LabError(Exception):
     """An error that the user can fix; the message explains what is wrong and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Called by IPython: what a notebook shows. With RL_LAB_DEBUG set, the complete traceback."""
+        if os.environ.get("RL_LAB_DEBUG"):
+            return traceback.format_exception(self)
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(LabError):
     """A config has an unknown name or an invalid value."""

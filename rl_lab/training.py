@@ -363,6 +363,7 @@ def _run(
         elif folder.trusted:
             folder.sign()
         if loaded is None:
+            _log_config(logger, config)
             _check_updates(config, run)
         if run.orchestrator.storage is not None:
             run.orchestrator.watch = UpdateWatch(run.orchestrator.storage)
@@ -409,6 +410,14 @@ def _run(
         if run is not None:
             run.close()
     return _finish(folder, run, say, seconds, before)
+
+
+def _log_config(logger: ExperimentLogger, config: DictConfig) -> None:
+    """Show the config in TensorBoard's text tab."""
+    from omegaconf import OmegaConf
+
+    lines = OmegaConf.to_yaml(config).splitlines()
+    logger.text("config", "\n".join(f"    {line}" for line in lines))  # Markdown: indented lines are code
 
 
 @contextlib.contextmanager

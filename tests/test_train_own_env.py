@@ -107,6 +107,9 @@ def test_errors_of_python_functions_have_no_cause_to_show(monkeypatch):
     with pytest.raises(LabError) as found:
         rl_lab.train("dreamer_cartpol")
     assert found.value.__cause__ is not None
+    assert "".join(found.value._render_traceback_()).startswith("Traceback")
+    monkeypatch.delenv("RL_LAB_DEBUG")
+    assert found.value._render_traceback_() == [f"ConfigError: {found.value}"], "what a notebook shows"
 
 
 @pytest.mark.parametrize(

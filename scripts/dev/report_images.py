@@ -26,11 +26,13 @@ from rl_lab.training import train
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images" / "report"
 QUIET = ["logging.tensorboard=false", "logging.progress=plain"]
-# Three seeds of two workflows on one task.
-SWEEPS = {
-    "dreamer_cartpole": ["training.total_timesteps=2000", "training.evaluate.every_env_steps=500"],
-    "tdmpc2_cartpole": ["training.total_timesteps=1600", "training.evaluate.every_env_steps=400"],
-}
+# Three seeds of two train ratios on one task.
+SHORT = [
+    "training.total_timesteps=2000",
+    "training.evaluate.every_env_steps=500",
+    "training.log.every_env_steps=100",
+]
+SWEEPS = {ratio: [f"algorithm.train_ratio={ratio}", *SHORT] for ratio in (32, 8)}
 # Three kinds of world model on one small world of pictures: Catch with 4×4 cells on 16×16 pixels.
 CATCH = ["environment.cells=4", "environment.side=16", "training.evaluate.every_env_steps=null"]
 HALVE = "{widths: [1, 2], halve: [true, true]}"
@@ -47,11 +49,13 @@ MODELS = {
 
 
 def report_pictures(runs: Path) -> None:
-    for experiment, words in SWEEPS.items():
-        sweep = f"hydra.sweep.dir={runs / experiment}"
-        multirun([f"experiment={experiment}", "experiment.seed=0,1,2", *words, *QUIET, sweep])
-    evaluate(runs / "dreamer_cartpole" / "0", checkpoint="best", episodes=20, video=True)
-    page, *_ = write_report([runs / experiment for experiment in SWEEPS], out=runs / "report")
+    folders = []
+    for ratio, words in SWEEPS.items():
+        folders.append(runs / f"ratio_{ratio}")
+        sweep = f"hydra.sweep.dir={folders[-1]}"
+        multirun(["experiment=dreamer_cartpole", "experiment.seed=0,1,2", *words, *QUIET, sweep])
+    evaluate(folders[0] / "0", checkpoint="best", episodes=20, video=True)
+    page, *_ = write_report(folders, out=runs / "report")
     photograph(page, FOLDER / "page.png", width=1100, height=1500)
     photograph(page, FOLDER / "phone.png", width=390, height=1500, dark=True)
 

@@ -153,8 +153,12 @@ function tracesOf(spec) {
 function spreadOf(run, color) {
   const mean = curve(run, EVALUATION), spread = curve(run, SPREAD);
   if (mean.x.length < 2 || !spread.x.length) return [];
-  const wide = valuesAt(spread, mean.x);
-  return [area(mean.x, mean.y.map((y, i) => y - wide[i]), mean.y.map((y, i) => y + wide[i]), color)];
+  const wide = valuesAt(spread, mean.x), [least, most] = ["eval/return_min", "eval/return_max"].map((key) => {
+    const found = curve(run, key);
+    return found.x.length ? valuesAt(found, mean.x) : null;
+  });
+  return [area(mean.x, mean.y.map((y, i) => Math.max(y - wide[i], least ? least[i] : -Infinity)),
+    mean.y.map((y, i) => Math.min(y + wide[i], most ? most[i] : Infinity)), color)];
 }
 
 function evaluatedOf(run) {  // results of rl-lab eval

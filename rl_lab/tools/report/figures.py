@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +140,9 @@ def draw_learning_curve(runs: Sequence[RunData], path: Path) -> bool:
             drawn = _draw_task(axes, runs, named)
             axes.set_xlabel("environment steps (agent decisions)")
             axes.set_ylabel("episode return")
+            axes.set_title(cut(tasks[0], 60), loc="left")
             if drawn:
-                _learning_legend(figure, axes)
+                _learning_legend(figure, axes, runs, named)
         return drawn
     columns = 2 if len(tasks) == 4 else min(3, len(tasks))
     rows = math.ceil(len(tasks) / columns)
@@ -177,7 +179,7 @@ def _draw_task(axes: Axes, runs: Sequence[RunData], named: dict[str, str]) -> bo
         draw_seeds(axes, training, color, faint=evaluated, label=None if evaluated else f"{name}, training")
         if evaluated:
             spread = members[0].metrics.curve("eval/return_std").finite() if not several else None
-            _draw_evaluation(axes, evaluation, spread, color, name)
+            _draw_evaluation(axes, evaluation, spread, color, name, _extremes(members[0]))
     if not drawn:
         show_placeholder(axes, "no finished episode yet")
     step_axis(axes)
@@ -205,8 +207,21 @@ def draw_seeds(axes: Axes, curves: Sequence[Curve], color: str, *, faint: bool, 
     )
 
 
+def _extremes(run: RunData) -> Sequence[Callable[[np.ndarray], np.ndarray]] | None:
+    """Return the smallest and the largest return of each evaluation, as functions of the step; None if not logged."""
+    found = [run.metrics.curve(f"eval/return_{name}").finite() for name in ("min", "max")]
+    if not all(len(curve) for curve in found):
+        return None
+    return [partial(np.interp, xp=curve.x, fp=curve.y) for curve in found]
+
+
 def _draw_evaluation(
-    axes: Axes, curves: Sequence[Curve], spread: Curve | None, color: str, label: str
+    axes: Axes,
+    curves: Sequence[Curve],
+    spread: Curve | None,
+    color: str,
+    label: str,
+    extremes: Sequence[Callable[[np.ndarray], np.ndarray]] | None = None,
 ) -> None:
     """Plot the mean over seeds with its 95 % interval, or one run with its standard deviation."""
     curves = [curve for curve in curves if len(curve)]
@@ -229,16 +244,24 @@ def _draw_evaluation(
     if spread is not None and len(spread):
         deviation = np.interp(band.x, spread.x, spread.y)
         low, high = band.mean - deviation, band.mean + deviation
+        if extremes is not None:  # no return was outside
+            low, high = np.maximum(low, extremes[0](band.x)), np.minimum(high, extremes[1](band.x))
     axes.fill_between(band.x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def _learning_legend(figure: Figure, axes: Axes) -> None:
+def _learning_legend(figure: Figure, axes: Axes, runs: Sequence[RunData], named: Mapping[str, str]) -> None:
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     handles, labels = axes.get_legend_handles_labels()
     if any(label.endswith(", evaluation") for label in labels):
-        handles.append(Line2D([], [], color="#808080", alpha=0.6, linewidth=1.2))
-        labels.append("training, smoothed")
+        color = next(iter(named.values())) if len(named) == 1 else "#808080"
+        handles += [Line2D([], [], color=color, alpha=0.55, linewidth=1.2), Patch(color=color, alpha=0.15)]
+        several = len({run.group for run in runs}) < len(runs)
+        labels += [
+            "training, smoothed",
+            "95 % of the mean" if several else "± standard deviation over episodes",
+        ]
     # Below the axes: a learning curve starts in the bottom left and ends in the top right.
     legend(figure, handles, labels, "outside lower left")
 
