@@ -28,6 +28,9 @@ from rl_lab.tools.report.sections import (
     subtitle,
     title,
 )
+from rl_lab.tools.terminal import WorkProgress
+
+PARTS = 4  # of a page that take time
 
 EPILOG = """examples:
   rl-lab report                                     the newest run, or the newest sweep
@@ -159,7 +162,8 @@ def write_report(
     folder = (
         Path(out) if out is not None else (found[0].output().report if len(found) == 1 else Path("report"))
     )
-    page, left_out = page_of_runs(found, folder, by, keys, interactive=interactive)
+    with WorkProgress("drawing the report", PARTS) as progress:
+        page, left_out = page_of_runs(found, folder, by, keys, interactive=interactive, tick=progress.step)
     for sentence in left_out:
         (say or _print_error)(f"left out: {sentence}")
     index = write_page(page, folder / "index.html")
@@ -178,16 +182,18 @@ def page_of_runs(
     *,
     interactive: bool = True,
     pictures: bool = True,
+    tick: Callable[[str], None] = lambda part: None,
 ) -> tuple[Page, list[str]]:
     """Return the page of all runs that can be plotted, and one sentence about each of the others.
 
     pictures: False: draw no picture of what is plotted interactively
+    tick:     called with the name of each part of the page, PARTS in all, before it is drawn
 
     LabError if no run can be plotted.
     """
 
     def build(runs: Sequence[RunData]) -> Page:
-        return build_page(runs, folder, keys, interactive=interactive, pictures=pictures)
+        return build_page(runs, folder, keys, interactive=interactive, pictures=pictures, tick=tick)
 
     runs, left_out = load_readable(folders, by)
     page = None
@@ -232,6 +238,7 @@ def build_page(
     *,
     interactive: bool = True,
     pictures: bool = True,
+    tick: Callable[[str], None] = lambda part: None,
 ) -> Page:
     """Draw every figure into `folder` and assemble the page; the arguments are those of `page_of_runs`."""
     summaries = [run.summary for run in runs]
@@ -243,14 +250,18 @@ def build_page(
     elif interactive:
         page.hint = missing()
     pictures = pictures or page.charts is None
+    tick("learning curve")
     page.sections.append(_learning_section(runs, folder, pictures))
     page.sections.append(Section("Runs", tables=[headline(runs, summaries)]))
     page.sections += evaluation_section(runs)
+    tick("scores")
     page.sections += score_section(runs, folder)
     page.sections += published_section(runs)
     if shown := media(runs):
         page.sections.append(Section("Media", media=shown))
+    tick("metrics")
     page.sections += metric_sections(runs, keys, folder, pictures)
+    tick("speed")
     page.sections += speed_section(runs, folder, pictures)
     page.sections.append(config_section(runs, summaries))
     return page
