@@ -91,11 +91,19 @@ function band(curves) {
 
 const paint = (color, alpha) => color + Math.round(alpha * 255).toString(16).padStart(2, "0");
 const sparse = (key) => key.startsWith("eval/") || key.startsWith("report/");
-const short = (text, length = 46) => text.length > length ? text.slice(0, length - 1) + "…" : text;
+const short = (text, length = 34) => text.length > length ? text.slice(0, length - 1) + "…" : text;
+
+// A run's name without the words that all of them begin with: legends are narrow.
+function brief(name) {
+  const words = data.runs.map((run) => run.group.split(" "));
+  let same = 0;
+  while (new Set(words.map((list) => list[same])).size === 1 && words.every((list) => list.length > same + 1)) same++;
+  return short(name.split(" ").slice(same).join(" "));
+}
 
 function line(x, y, name, color, more = {}) {
   const { width = 1.8, opacity = 1, ...rest } = more;
-  return { type: "scatter", mode: "lines", x, y, name: short(name), line: { color, width }, opacity,
+  return { type: "scatter", mode: "lines", x, y, name, line: { color, width }, opacity,
     hovertemplate: "%{y:.5~g}<extra>%{fullData.name}</extra>", showlegend: false, ...rest };
 }
 const quiet = { hoverinfo: "skip", hovertemplate: null };
@@ -126,7 +134,7 @@ function tracesOf(spec) {
     const color = members[0].color;
     const evaluation = learning && key === EVALUATION;
     const faint = learning && !evaluation && members.some((run) => run.y[EVALUATION]);
-    const whose = learning ? `${name}, ${evaluation ? "evaluation" : "training"}` : data.runs.length > 1 ? name : keys[0];
+    const whose = learning ? `${brief(name)}, ${evaluation ? "evaluation" : "training"}` : data.runs.length > 1 ? brief(name) : keys[0];
     const raw = members.map((run) => curve(run, key));
     const curves = raw.map((item) => sparse(key) ? item : smooth(item, state.smooth));
     if (!curves.some((item) => item.x.length)) continue;
@@ -169,7 +177,7 @@ function evaluatedOf(run) {  // results of rl-lab eval
     const x = state.x === "step" ? point.step : at < 0 ? null : run.x[state.x][at];
     const bars = point.low === null ? {} : { error_y: { type: "data", symmetric: false, thickness: 1.5, color: run.color,
       array: [point.high - point.mean], arrayminus: [point.mean - point.low] } };
-    return line([x], [point.mean], `${run.label}, rl-lab eval (${point.episodes} episodes)`, run.color,
+    return line([x], [point.mean], `${brief(run.label)}, rl-lab eval`, run.color,
       { mode: "markers", marker: { symbol: "diamond", size: 10, color: run.color }, showlegend: true, ...bars });
   }).filter((trace) => trace.x[0] !== null);
 }
@@ -199,9 +207,9 @@ function draw(box) {
     tickfont: { size: big ? 12 : 10 }, fixedrange: coarse && !big };
   const legend = traces.some((trace) => trace.showlegend);
   const layout = {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--soft"), family: getComputedStyle(document.body).fontFamily },
+    paper_bgcolor: css("--card"), plot_bgcolor: css("--card"), font: { color: css("--soft"), family: getComputedStyle(document.body).fontFamily },
     margin: { l: 8, r: 12, t: big && coarse ? 34 : 8, b: 8 }, height: spec.large ? (narrow ? 340 : 400) : big ? 400 : 190,
-    hovermode: traces.filter((trace) => trace.name).length > 12 || !big ? "closest" : "x unified", dragmode: coarse ? false : "zoom",
+    hovermode: traces.filter((trace) => trace.name).length > 12 || !big || narrow ? "closest" : "x unified", dragmode: coarse ? false : "zoom",
     hoverdistance: 40, hoverlabel: { namelength: -1, bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 12 } },
     xaxis: { ...axis, title: big && !narrow ? { text: label, font: { size: 12 } } : undefined, nticks: big && !narrow ? 9 : 5,
       hoverformat: ",.6~g", spikecolor: css("--soft"), spikethickness: 1, spikedash: "solid", uirevision: state.x },

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +211,11 @@ def _extremes(run: RunData) -> Sequence[Callable[[np.ndarray], np.ndarray]] | No
     found = [run.metrics.curve(f"eval/return_{name}").finite() for name in ("min", "max")]
     if not all(len(curve) for curve in found):
         return None
-    return [partial(np.interp, xp=curve.x, fp=curve.y) for curve in found]
+
+    def of(curve: Curve) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda x: np.interp(x, curve.x, curve.y)
+
+    return [of(curve) for curve in found]
 
 
 def _draw_evaluation(
