@@ -61,6 +61,11 @@ SUITES = {
     "pusht": "rl_lab.environments.suites.pusht",
     "popgym": "rl_lab.environments.suites.popgym",
     "memory_maze": "rl_lab.environments.suites.memory_maze",
+    "vizdoom": "rl_lab.environments.suites.vizdoom",
+    "bsuite": "rl_lab.environments.suites.bsuite",
+    "metaworld": "rl_lab.environments.suites.metaworld",
+    "loconav": "rl_lab.environments.suites.loconav",
+    "pinpad": "rl_lab.environments.suites.pinpad",
     "multitask": "rl_lab.environments.suites.multitask",
 }
 ENTRY_POINTS = "rl_lab.environments"
