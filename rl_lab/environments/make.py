@@ -61,8 +61,11 @@ SUITES = {
     "pusht": "rl_lab.environments.suites.pusht",
     "popgym": "rl_lab.environments.suites.popgym",
     "memory_maze": "rl_lab.environments.suites.memory_maze",
+    "minecraft": "rl_lab.environments.suites.minecraft",
+    "dmlab": "rl_lab.environments.suites.dmlab",
     "vizdoom": "rl_lab.environments.suites.vizdoom",
     "bsuite": "rl_lab.environments.suites.bsuite",
+    "procgen": "rl_lab.environments.suites.procgen",
     "metaworld": "rl_lab.environments.suites.metaworld",
     "loconav": "rl_lab.environments.suites.loconav",
     "pinpad": "rl_lab.environments.suites.pinpad",
@@ -538,11 +541,21 @@ def _plain(value: Any) -> Any:
 #     MiniGrid-Empty-5x5-v0       minigrid/…              as registered, with the suite's observations
 #     popgym-CountRecallEasy-v0   popgym/…
 #     carracing                   carracing/continuous
+#     minecraft_diamond           minecraft/diamond       DreamerV3; also dmlab_…, procgen_…, loconav_…, pinpad_…
+#     bsuite_catch/3              bsuite/catch/3
+#     dmc_rodent_rodent_run_gaps  dmc/rodent_run_gaps
+#     mw-push                     metaworld/push          TD-MPC2
+#     DoomTakeCover-v0            vizdoom/take_cover      World Models
 #
 # Other names are not changed.
 
 ALIASES = (
+    (r"dmc_rodent_rodent_(\w+)", r"dmc/rodent_\1"),
     (r"(atari|atari100k|crafter|dmc|minigrid|popgym|carracing)_(\w+)", r"\1/\2"),
+    (r"(minecraft|dmlab|procgen|loconav|pinpad|vizdoom)_(\w+)", r"\1/\2"),
+    (r"bsuite_(\w+(?:/\d+)?)", r"bsuite/\1"),
+    (r"mw-([a-z-]+)", r"metaworld/\1"),
+    (r"DoomTakeCover-v0", r"vizdoom/take_cover"),
     (r"(?:memmaze|memorymaze|memory_maze)_(\d+x\d+)", r"memory_maze/\1"),
     (r"MemoryMaze-(\d+x\d+)-v0", r"memory_maze/\1"),
     (r"(\w+)NoFrameskip-v4", r"atari100k/\1"),

@@ -23,6 +23,13 @@ from rl_lab.errors import ConfigError
         ("MiniGrid-Empty-5x5-v0", "minigrid/MiniGrid-Empty-5x5-v0"),
         ("popgym-CountRecallEasy-v0", "popgym/CountRecallEasy"),
         ("carracing", "carracing/continuous"),
+        ("minecraft_diamond", "minecraft/diamond"),
+        ("dmlab_explore_goal_locations_small", "dmlab/explore_goal_locations_small"),
+        ("loconav_ant_maze_m", "loconav/ant_maze_m"),
+        ("bsuite_catch/3", "bsuite/catch/3"),
+        ("dmc_rodent_rodent_run_gaps", "dmc/rodent_run_gaps"),
+        ("mw-push", "metaworld/push"),
+        ("DoomTakeCover-v0", "vizdoom/take_cover"),
         # no aliases
         ("CartPole-v1", "CartPole-v1"),
         ("my_module:atari_pong", "my_module:atari_pong"),

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 import rl_lab.configs
 from rl_lab.environments import env_config_options, make_env, probe_spec
-from tests.environments.suites.suite_cases import PACKAGES
+from tests.environments.suites.suite_cases import PACKAGES, use_stand_in
 
 FOLDER = Path(rl_lab.configs.__file__).parent / "environment"
 OWN_TASK = {"gym.yaml": "CartPole-v1"}
@@ -15,6 +15,7 @@ OWN_TASK = {"gym.yaml": "CartPole-v1"}
 
 def check_suite_file(node, name):
     """Check that one environment of the suite accepts the settings; other tests cover the suites."""
+    use_stand_in(node.suite)
     if PACKAGES.get(node.suite):
         pytest.importorskip(PACKAGES[node.suite], reason=f"suite {node.suite}")
     for evaluating in (False, True):

@@ -8,14 +8,14 @@ import pytest
 from rl_lab.environments import make as make_module
 from rl_lab.environments import probe_spec
 from rl_lab.errors import ConfigError, LabError, MissingPackageError
-from tests.environments.suites.suite_cases import CASES, PACKAGES, needs, suite_of
+from tests.environments.suites.suite_cases import CASES, PACKAGES, STAND_INS, needs, suite_of
 
 # The first import that fails, if it is not the package of the suite.
 IMPORTED = {"memory_maze/9x9": "gym", "carracing/continuous": "envpool"}
 MISSING = {
     task: IMPORTED.get(task, PACKAGES[suite_of(task)])
     for task in CASES
-    if PACKAGES[suite_of(task)] and suite_of(task) != "gym"
+    if PACKAGES[suite_of(task)] and suite_of(task) not in ("gym", *STAND_INS)
 }
 WRONG = {
     "gym/CartPol-v1": "CartPole-v1",
@@ -28,7 +28,18 @@ WRONG = {
     "carracing/continous": "continuous",
     "popgym/CountRecal": "CountRecall",
     "memory_maze/9x99": "9x9",
+    "pinpad/thre": "three",
+    "loconav/ant_maze_x": "ant_maze_xl",
+    "dmc/manip_reach_sit": "manip_reach_site",
+    "dmc/rodent_run_gap": "rodent_run_gaps",
+    "bsuite/cach": "catch",
+    "vizdoom/take_over": "take_cover",
+    "metaworld/mw-pusch": "push",
+    "procgen/coin_run": "coinrun",
+    "minecraft/diamonds": "diamond",
+    "dmlab/explore_goal_location_small": "explore_goal_locations_small",
 }
+NAMES_ARE_LISTED = ("bsuite", "vizdoom", "metaworld", "procgen", *STAND_INS)  # they need no package
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +61,20 @@ def test_missing_package_has_install_line(task, monkeypatch):
     assert suite_of(task) in str(caught.value) or gone in str(caught.value)
 
 
+@pytest.mark.parametrize("suite", STAND_INS)
+def test_package_without_extra_has_setup_page(suite, monkeypatch):
+    for module in [name for name in sys.modules if name.split(".")[0] == PACKAGES[suite]]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, PACKAGES[suite], None)
+    task = next(task for task in CASES if suite_of(task) == suite)
+    with pytest.raises(MissingPackageError, match=r"docs/howto/minecraft_dmlab\.md") as caught:
+        probe_spec(task)
+    assert "\n" not in str(caught.value) and PACKAGES[suite] in str(caught.value)
+
+
 @pytest.mark.parametrize("task", WRONG)
 def test_unknown_task_has_closest_names(task):
-    if PACKAGES[suite_of(task)]:
+    if PACKAGES[suite_of(task)] and suite_of(task) not in NAMES_ARE_LISTED:
         pytest.importorskip(PACKAGES[suite_of(task)])
     with pytest.raises(ConfigError, match=f"Did you mean .*'{WRONG[task]}") as caught:
         probe_spec(task)

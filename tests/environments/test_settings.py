@@ -8,7 +8,7 @@ import pytest
 import rl_lab.configs
 from rl_lab.config.compose import compose_config
 from rl_lab.environments import env_config_options, make_env
-from tests.environments.suites.suite_cases import PACKAGES
+from tests.environments.suites.suite_cases import MARKS, PACKAGES, use_stand_in
 
 FOLDER = Path(rl_lab.configs.__file__).parent / "environment"
 FILES = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "multitask")  # made of the others
@@ -24,20 +24,14 @@ BESIDES = {
 }
 SETTINGS = {"num_envs": 2, "workers": 1, "action_repeat": 2, "time_limit": 3}
 WITHOUT_PICTURES = (
-    "cartpole",
-    "pendulum",
-    "lunarlander",
-    "pusht",
-    "dmc",
-    "popgym",
+    *("cartpole", "pendulum", "lunarlander", "pusht", "dmc", "popgym", "bsuite", "metaworld", "tensor_cartpole"),
     *(f"dummy_{kind}" for kind in DUMMIES),
 )
 
 
 @pytest.mark.parametrize(
     "name",
-    # A maze takes seconds to build.
-    [pytest.param(name, marks=pytest.mark.learning) if name == "memory_maze" else name for name in FILES],
+    [pytest.param(name, marks=MARKS[name]) if name in MARKS else name for name in FILES],
 )
 def test_five_settings_and_evaluation(name):
     words = [f"environment={name}", *BESIDES.get(name, [])]
@@ -60,6 +54,7 @@ def test_five_settings_and_evaluation(name):
 
 
 def needs_package(suite):
+    use_stand_in(suite)
     if PACKAGES[suite]:
         pytest.importorskip(PACKAGES[suite], reason=f"suite {suite}")
 

@@ -168,6 +168,7 @@ class ControlEnv(gymnasium.Env):
         """
         self.domain = domain  # "" for one without a renderer of its states
         self._load = load
+        self._closed = False
         self._recreate = recreate
         self._uses_global_random = own_random
         self._global_random = np.random.RandomState(0).get_state()
@@ -247,20 +248,18 @@ class ControlEnv(gymnasium.Env):
         return self._render_image(RENDER_SIZE)
 
     def close(self) -> None:
-        self._env.close()
+        if not self._closed:  # a composed environment can be closed only once
+            self._closed = True
+            self._env.close()
 
     def _create(self) -> Any:
-        env = self._load()
+        with _without_cameras():
+            env = self._load()
         self._composed = not hasattr(env.task, "random")  # by composer: the environment has the generator
         if self._composed:
-            from dm_control.composer.observation.observable import MJCFCamera
-
-            for observable in env.task.observables.values():
-                if isinstance(observable, MJCFCamera):
-                    observable.enabled = False  # the image is rendered here, from `camera`
             if self.time_limit is not None:
                 env._time_limit = float("inf")
-            env.reset()  # compiles the model without the cameras
+            env.reset()  # the constructor's model is not used again
         return env
 
     @contextlib.contextmanager
@@ -340,3 +339,18 @@ class PooledControl(PooledEnv):
 
     def _read(self, obs: Any) -> dict[str, Any]:
         return {key: np.asarray(obs[key], np.float32).reshape(shape) for key, shape in self._shapes.items()}
+
+
+@contextlib.contextmanager
+def _without_cameras() -> Iterator[None]:
+    """Create tasks of composer whose cameras are not observed: an image is rendered here, from `camera`.
+
+    Some tasks enable a camera in their constructor and render there, which needs OpenGL even if no image is wanted.
+    """
+    from dm_control.composer.observation.observable import MJCFCamera
+
+    MJCFCamera.enabled = property(lambda self: False, lambda self, value: None)
+    try:
+        yield
+    finally:
+        del MJCFCamera.enabled

@@ -17,10 +17,10 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.wrappers import TimeLimit
 from rl_lab.errors import ConfigError, closest
 
 EXTRA = ""
-HANDLES = frozenset({"time_limit"})
 WIDTH, HEIGHT = 16, 14  # cells, with the wall around them
 CELL = 4  # pixels
 LENGTH = 10_000  # steps of an episode
@@ -81,9 +81,8 @@ def resolve(task: str) -> str:
     return task
 
 
-def make(task: str, *, render: bool = False, time_limit: int | None = None) -> gymnasium.Env:
-    """`time_limit` replaces the 10,000 steps of an episode."""
-    return PinPad(task, length=time_limit or LENGTH, render_mode="rgb_array" if render else None)
+def make(task: str, *, render: bool = False) -> gymnasium.Env:
+    return TimeLimit(PinPad(task, render_mode="rgb_array" if render else None), LENGTH)
 
 
 class PinPad(gymnasium.Env):
@@ -91,8 +90,7 @@ class PinPad(gymnasium.Env):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (as in Gymnasium)
 
-    def __init__(self, task: str, *, length: int = LENGTH, render_mode: str | None = None) -> None:
-        self.length = length
+    def __init__(self, task: str, *, render_mode: str | None = None) -> None:
         self.render_mode = render_mode
         self.grid = np.zeros((WIDTH, HEIGHT), np.int64)
         self.grid[[0, -1], :] = self.grid[:, [0, -1]] = -1
@@ -104,7 +102,6 @@ class PinPad(gymnasium.Env):
         self.player = (0, 0)
         self._starts = np.argwhere(self.grid >= 0)
         self._countdown = 0
-        self._elapsed = 0
         self._floor, self._solved = (self._background(colour) for colour in (FLOOR, SOLVED))
         self.observation_space = spaces.Box(0, 255, (16 * CELL, 16 * CELL, 3), np.uint8)
         self.action_space = spaces.Discrete(len(MOVES))
@@ -113,7 +110,7 @@ class PinPad(gymnasium.Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
-        self._elapsed = self._countdown = 0
+        self._countdown = 0
         self._start()
         return self._draw(), {}
 
@@ -132,8 +129,7 @@ class PinPad(gymnasium.Env):
         reward = 0.0
         if tuple(self.entered) == self.goal and not self._countdown:
             reward, self._countdown = REWARD, PAUSE
-        self._elapsed += 1
-        return self._draw(), reward, False, self._elapsed >= self.length, {"log/solved": float(reward > 0)}
+        return self._draw(), reward, False, False, {"log/solved": float(reward > 0)}
 
     def render(self) -> np.ndarray:
         """Return (256, 256, 3) uint8, the observation with larger pixels."""
