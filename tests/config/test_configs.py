@@ -14,8 +14,9 @@ from rl_lab.environments.make import suites
 from rl_lab.errors import MissingPackageError
 from tests.buffers.test_zarr_layout import write_array
 from tests.config.stored_data import stored_data
+from tests.environments.suites.suite_cases import use_stand_in
 
-SLOW = {"dreamer_memory_maze"}  # the simulator takes minutes to draw even a dry run
+SLOW = {"dreamer_memory_maze", "dreamer_loconav", "dreamer_manipulation"}  # the simulator takes minutes to draw even a dry run
 # They need a file, and run in tests/workflows/test_iris_presets.py.
 NEED_FILES = {"iris_gpt2_frozen", "iris_pretrained_tokenizer"}
 EXPERIMENTS = [
@@ -39,6 +40,7 @@ def test_every_experiment_trains(name: str, tmp_path: Path):
     if "_pusht_" in name:
         words.append(f"buffers.demonstrations.path={pusht_demonstrations(tmp_path / 'demos.zarr')}")
     config = compose_config(words)
+    use_stand_in(config.environment.get("suite"))
     assert config.experiment.name == run_name
     try:
         run = rl_lab.train(None, words)
@@ -64,7 +66,8 @@ def pusht_demonstrations(path: Path) -> Path:
     return path
 
 
-NOW = ["atari", "atari100k", "crafter", "dmc_proprio", "dmc_vision", "memory_maze"]
+NOW = "atari atari100k crafter dmc_proprio dmc_vision memory_maze".split()
+NOW += "pinpad loconav bsuite procgen dmlab minecraft manipulation".split()
 IN_2024 = ["atari_2024", "atari100k_2024", "dmc_proprio_2024", "dmc_vision_2024"]
 
 

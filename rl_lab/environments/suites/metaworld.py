@@ -95,7 +95,9 @@ class MetaWorldEnv(gymnasium.Env):
         render_mode: str | None = None,
     ) -> None:
         import metaworld
+        import mujoco
 
+        self._mujoco = mujoco
         height, width = RENDER_SIZE if render_mode else size
         cls = metaworld.ALL_V3_ENVIRONMENTS[f"{task}-v3"]
         self._env = cls(render_mode="rgb_array", camera_name=CAMERA, width=width, height=height)
@@ -124,6 +126,7 @@ class MetaWorldEnv(gymnasium.Env):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         super().reset(seed=seed)
         self._env.seed(int(self.np_random.integers(2**31)))
+        self._mujoco.mj_resetData(self._env.model, self._env.data)  # the package keeps contacts and the gripper's place
         self._env.reset()
         self._elapsed = 0
         state, *_ = self._env.step(np.zeros(4, np.float32))

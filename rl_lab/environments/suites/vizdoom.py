@@ -116,10 +116,11 @@ class DoomEnv(gymnasium.Env):
         game.set_mode(vizdoom.Mode.PLAYER)  # it waits for actions
         game.set_screen_format(vizdoom.ScreenFormat.RGB24)
         game.set_screen_resolution(vizdoom.ScreenResolution.RES_320X240)
+        self.time_limit = time_limit
         if time_limit is not None:
-            game.set_episode_timeout(game.get_episode_start_time() + time_limit * action_repeat)
+            game.set_episode_timeout(0)  # the decisions are counted here
         elif task in LIMITS:
-            game.set_episode_timeout(game.get_episode_start_time() + LIMITS[task])
+            self.time_limit = -(-LIMITS[task] // action_repeat)
         game.set_seed(0)
         try:
             # It creates a folder `_vizdoom` where it starts.
@@ -141,6 +142,7 @@ class DoomEnv(gymnasium.Env):
         super().reset(seed=seed)
         self._game.set_seed(int(self.np_random.integers(2**32)))
         self._game.new_episode()
+        self._elapsed = 0
         return self._observe(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -151,8 +153,11 @@ class DoomEnv(gymnasium.Env):
             chosen = int(action)
         reward = self._game.make_action(self._buttons[chosen], self.action_repeat)
         ended = self._game.is_episode_finished()
-        truncated = ended and self._game.is_episode_timeout_reached() and not self._game.is_player_dead()
-        return self._observe(), float(reward), ended and not truncated, truncated, {}
+        self._elapsed += 1
+        late = ended and self._game.is_episode_timeout_reached() and not self._game.is_player_dead()
+        terminated = ended and not late
+        limited = self.time_limit is not None and self._elapsed >= self.time_limit
+        return self._observe(), float(reward), terminated, late or (limited and not terminated), {}
 
     def render(self) -> np.ndarray:
         """Return the screen, (240, 320, 3) uint8."""

@@ -72,7 +72,7 @@ CASES = {
     "loconav/ant_maze_s": {"fast_render": True},
     "bsuite/catch": {},
     "bsuite/cartpole_noise/3": {},
-    "vizdoom/take_cover": {"actions": "thirds"},
+    "vizdoom/take_cover": {"actions": "thirds", "action_repeat": 4},
     "vizdoom/basic": {},
     "metaworld/reach": {},
     "metaworld/door-open": {"observe": "both", "size": 32},
