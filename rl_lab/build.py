@@ -83,7 +83,14 @@ def build_run(
     workflow = build_workflow(config)
     # The Collector copies what it keeps; a workflow with its own collect_step gets copies of the arrays.
     collect_step = own_collect_step(workflow)
-    environment = training_environment(config, spec, copy=collect_step is not None, logger=logger, say=say)
+    environment = training_environment(
+        config, spec, copy=collect_step is not None, logger=logger, say=say, device=device
+    )
+    if collect_step is not None and getattr(environment, "on_device", False):
+        raise ConfigError(
+            f"environment.batched=true needs the Collector, but {type(workflow).__name__} steps its environments "
+            "itself: set environment.batched=false"
+        )
     collector = Collector(
         environment,
         device=device,
@@ -569,12 +576,20 @@ def _probe(options: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
 
 
 def training_environment(
-    config: DictConfig, spec: Spec, *, copy: bool, logger: Any, say: Callable[[str], None]
+    config: DictConfig,
+    spec: Spec,
+    *,
+    copy: bool,
+    logger: Any,
+    say: Callable[[str], None],
+    device: torch.device | str = "cpu",  # of batched environments
 ) -> VectorEnv:
     """Create the training environment and check that its spec is that of the run."""
     options = env_config_options(to_plain(config.environment))
     seed = derive_seed(int(config.experiment.seed), "train")
-    environment = make_env(**options, **_video_options(config, logger), seed=seed, copy=copy)
+    environment = make_env(
+        **{**options, "device": device}, **_video_options(config, logger), seed=seed, copy=copy
+    )
     environment.listen(say)
     if environment.spec.row_columns() != spec.row_columns():
         environment.close()
@@ -598,7 +613,7 @@ def population_environment(
 ) -> VectorEnv:
     """Create environments for the candidates of evolution; they share the run's observation statistics."""
     options = env_config_options(to_plain(config.environment))
-    options |= {"seed": derive_seed(int(config.experiment.seed), "population"), "copy": False}
+    options |= {"seed": derive_seed(int(config.experiment.seed), "population"), "copy": False, "batched": False}
     environment = make_env(**options | ({} if num_envs is None else {"num_envs": num_envs}))
     environment.listen(say, trusted=True)
     environment.normalizer = training.normalizer
@@ -614,7 +629,7 @@ def build_evaluator(
     **changes: Any,
 ) -> Evaluator:
     """Create an Evaluator with the `environment.eval.*` settings; `changes` are further make_env options."""
-    options = {**env_config_options(to_plain(config.environment), evaluation=True), **changes}
+    options = {**env_config_options(to_plain(config.environment), evaluation=True), **changes, "batched": False}
     options["normalize_observations"] = normalizer is not None
     if config.environment.get("normalize_observations") and normalizer is None:
         raise ConfigError(

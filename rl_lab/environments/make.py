@@ -8,6 +8,7 @@ A suite is a module (an *adapter*) with
     resolve(task) -> object            optional: validates the task once; `make` receives the result
     HANDLES: set of "size", "action_repeat", "time_limit"      optional: passed to `make`, no wrapper is added
     step_seconds(task) -> float | None      optional: estimated duration of a step, to choose `workers`
+    simulator(task, num_envs, device, **options) -> TensorSimulator   optional: for `batched` (see `tensor_env`)
 
 It imports third-party packages inside these functions. To add a suite, add a line to `SUITES`, or an entry
 point of the group `rl_lab.environments` in another package (name = suite, value = module).
@@ -69,13 +70,14 @@ SUITES = {
     "metaworld": "rl_lab.environments.suites.metaworld",
     "loconav": "rl_lab.environments.suites.loconav",
     "pinpad": "rl_lab.environments.suites.pinpad",
+    "tensor": "rl_lab.environments.suites.tensor",
     "multitask": "rl_lab.environments.suites.multitask",
 }
 ENTRY_POINTS = "rl_lab.environments"
 # Keyword arguments of `make_env` that concern all N environments together and not a single one.
 _VECTOR_OPTION_NAMES = (
     "num_envs workers seed render copy infos video_every video_folder timeout restarts normalize_observations "
-    "normalize_clip observation_statistics history_limit"
+    "normalize_clip observation_statistics history_limit batched device"
 )
 VIDEO_OPTIONS = ("video_every", "video_folder")
 VECTOR_OPTIONS = frozenset(_VECTOR_OPTION_NAMES.split())
@@ -197,6 +199,8 @@ def make_env(
     normalize_clip: float | None = 10.0,
     observation_statistics: Mapping[str, Any] | None = None,
     history_limit: int = 100_000,
+    batched: bool = False,
+    device: Any = "cpu",
     **options: Any,
 ) -> VectorEnv:
     """Create a vector environment with N environments of one task.
@@ -219,6 +223,8 @@ def make_env(
     history_limit: maximum number of actions of an open episode kept for exact resume
     video_every:   record each Nth episode of environment 0 to `video_folder` (see `rendering`); 0: none
     python, host:  another interpreter, or another machine (docs/howto/simulators.md)
+    batched, device: True: N environments as tensors on the device, for suites with a `simulator`: returns a
+                   `tensor_env.TensorVectorEnv`; without `workers`, `restarts`, `normalize_observations` and videos
     options:       `pixels` (True: the rendered frame is the observation; "both": it is added), `observations`
                    (names to keep), `wrappers` (see `wrappers`); all others are passed to the suite
     """
@@ -232,6 +238,9 @@ def make_env(
         history_limit=history_limit,
     )
     factory = _factory(task, size=size, action_repeat=action_repeat, time_limit=time_limit, **options)
+    if batched:
+        _check_batched(factory, normalize_observations, video_every)
+        return _make_batched(factory, num_envs, device, seed)
     if workers is None:
         workers = default_workers(num_envs, factory.step_seconds())
     if factory.place is not None:
@@ -384,6 +393,46 @@ def _factory(
         place=place,
         seed_argument=seed_argument,
     )
+
+
+def _check_batched(factory: EnvFactory, normalize: bool, video_every: int) -> None:
+    if not hasattr(_import_adapter(factory.module, factory.name), "simulator"):
+        raise ConfigError(
+            f"environment.batched=true needs a suite with a simulator of tensors, and {factory.name} is none: use "
+            "environment.batched=false, or a task such as tensor/cartpole"
+        )
+    unused = {
+        "action_repeat": (factory.action_repeat or 1) > 1,
+        "size": factory.size is not None,
+        "pixels": bool(factory.pixels),
+        "observations": factory.observations is not None,
+        "wrappers": bool(factory.wrappers),
+        "normalize_observations": normalize,
+        "video_every": bool(video_every),
+    }
+    wrong = [name for name, used in unused.items() if used]
+    if wrong:
+        raise ConfigError(
+            f"environment.{wrong[0]} does not work with environment.batched=true, whose observations are not "
+            f"wrapped: remove it, or set environment.batched=false"
+        )
+
+
+def _make_batched(factory: EnvFactory, num_envs: int, device: Any, seed: int) -> Any:
+    from rl_lab.environments.tensor_env import TensorVectorEnv
+
+    adapter = _import_adapter(factory.module, factory.name)
+    try:
+        simulator = adapter.simulator(factory.task, num_envs, device, **factory.options)
+    except ModuleNotFoundError as error:
+        raise _missing(factory.name, error, _extra(adapter)) from error
+    except TypeError as error:
+        if "unexpected keyword" in str(error):
+            raise ConfigError(
+                f"{factory.name} does not accept one of {sorted(factory.options)}: {error}"
+            ) from error
+        raise
+    return TensorVectorEnv(simulator, name=factory.name, seed=seed, time_limit=factory.time_limit)
 
 
 def _split(task: Task) -> tuple[str, str, Any]:

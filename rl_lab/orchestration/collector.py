@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_lab.errors import LabError
 from rl_lab.protocols import Policy, SelectsActions, VectorEnvironment
 from rl_lab.records import OBS_PREFIX, ActMode, CollectResult, EpisodeTracker
 from rl_lab.utils.metrics import Stopwatch
@@ -20,15 +21,19 @@ from rl_lab.utils.metrics import Stopwatch
 
 @dataclass
 class ReceivedStep:
-    """Results of one vector step: numpy arrays, (N, …)."""
+    """Results of one vector step: numpy arrays, (N, …).
 
-    obs: dict[str, np.ndarray]
+    Of an environment on the device, `obs` and `device` are tensors there, and the arrays are copies of `device`.
+    """
+
+    obs: dict[str, Any]
     reward: np.ndarray
     terminated: np.ndarray
     truncated: np.ndarray
     is_first: np.ndarray
     logs: dict[int, dict[str, float]]
     closed: list[int] = field(default_factory=list)  # failed environments: this row ends their episode
+    device: dict[str, torch.Tensor] | None = None  # reward, terminated, truncated, is_first
 
 
 class Collector:
@@ -84,23 +89,25 @@ class Collector:
         assert received is not None, "reset() first"
         with self.stopwatch("act"):
             mode = replace(mode, generator=self.generator)
+            on_device = received.device
+            is_first = received.is_first if on_device is None else on_device["is_first"]
             actions, self.policy_state, extras, obs = self._runner_for(policy)(
-                received.obs, self.policy_state, received.is_first, mode
+                received.obs, self.policy_state, is_first, mode
             )
-            if self.rows_on_host and self.device.type != "cpu":
+            if on_device is None and self.rows_on_host and self.device.type != "cpu":
                 # Copied: these arrays are shared memory, which the workers overwrite after the next send.
                 obs = {key: torch.from_numpy(value.copy()) for key, value in received.obs.items()}
             rows: dict[str, Any] = {OBS_PREFIX + key: value for key, value in obs.items()}
         ended = received.terminated | received.truncated
-        actions[ended] = 0  # the action after the last observation of an episode is never executed
-        rows |= {
-            "action": actions,
-            "reward": received.reward,
-            "terminated": received.terminated,
-            "truncated": received.truncated,
-            "is_first": received.is_first,
-            **extras,
-        }
+        # The action after the last observation of an episode is never executed.
+        if on_device is None:
+            actions[ended] = 0
+            rows |= {name: getattr(received, name) for name in FLAGS}
+        else:
+            over = on_device["terminated"] | on_device["truncated"]
+            actions = torch.where(over.view(-1, *[1] * (actions.ndim - 1)), 0, actions)
+            rows |= {**on_device, "is_first": received.is_first}  # the buffer reads it on the host
+        rows |= {"action": actions, **extras}
         self.environment.step_async(actions)
         self._received, self._in_flight = None, True
         counted = ~received.is_first
@@ -119,6 +126,9 @@ class Collector:
         with self.stopwatch("env_wait"):
             obs, reward, terminated, truncated, infos = self.environment.step_wait()
         self._in_flight = False
+        if isinstance(reward, torch.Tensor):
+            self._received = received_on_device(obs, reward, terminated, truncated, self.environment.is_first)
+            return
         self._received = ReceivedStep(
             obs=obs,
             reward=np.array(reward, dtype=np.float32),
@@ -162,6 +172,7 @@ class Collector:
         self.tracker.lengths[fresh] = 0
         received.logs = {env: dict(log) for env, log in state["logs"].items() if kept[env]}
         received.closed = [env for env in state.get("closed", ()) if kept[env]]
+        self._to_device(received)
         self._received = received
         self._in_flight = False
         return fresh
@@ -169,7 +180,49 @@ class Collector:
     def _after_reset(self, obs: dict[str, np.ndarray]) -> ReceivedStep:
         n = self.environment.num_envs
         none = np.zeros(n, dtype=bool)
-        return ReceivedStep(obs, np.zeros(n, np.float32), none, none.copy(), np.ones(n, dtype=bool), {})
+        received = ReceivedStep(obs, np.zeros(n, np.float32), none, none.copy(), np.ones(n, dtype=bool), {})
+        self._to_device(received)
+        return received
+
+    def _to_device(self, received: ReceivedStep) -> None:
+        """Set `device` from the arrays, for an environment on the device."""
+        if getattr(self.environment, "on_device", False):
+            received.device = {
+                name: torch.as_tensor(getattr(received, name), device=self.device) for name in FLAGS
+            }
+
+
+FLAGS = ("reward", "terminated", "truncated", "is_first")
+
+
+def host_flags(
+    obs: Mapping[str, torch.Tensor],
+    reward: torch.Tensor,
+    terminated: torch.Tensor,
+    truncated: torch.Tensor,
+    is_first: torch.Tensor,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return reward, terminated, truncated and is_first as arrays (N,), with one copy for all.
+
+    Raises LabError if an observation or a reward is not finite.
+    """
+    usable = torch.isfinite(reward)
+    for value in obs.values():
+        if value.is_floating_point():
+            usable = usable & torch.isfinite(value).flatten(1).all(1)
+    packed = torch.stack([reward.float(), *(flag.float() for flag in (terminated, truncated, is_first, usable))])
+    rows = packed.cpu().numpy()
+    if not rows[4].all():
+        index = int(np.flatnonzero(rows[4] == 0)[0])
+        raise LabError(f"environment {index} returned an observation or a reward that is NaN or infinite")
+    return rows[0].copy(), rows[1] > 0, rows[2] > 0, rows[3] > 0
+
+
+def received_on_device(obs: Any, reward: Any, terminated: Any, truncated: Any, is_first: Any) -> ReceivedStep:
+    """Return the step of an environment on the device: its flags are copied to the host, observations are not."""
+    values = (reward, terminated, truncated, is_first)
+    arrays = host_flags(obs, *values)
+    return ReceivedStep(obs, *arrays, logs={}, device=dict(zip(FLAGS, values, strict=True)))
 
 
 # ---------------------------------------------------------------- acting on the device
@@ -206,14 +259,21 @@ class ActRunner:
     @torch.no_grad()
     def __call__(
         self,
-        obs: Mapping[str, np.ndarray],  # name -> (N, …); may be shared memory: copied before the call returns
+        obs: Mapping[str, Any],  # name -> (N, …); may be shared memory: copied before the call returns
         policy_state: dict[str, torch.Tensor] | None,
-        is_first: np.ndarray,  # (N,) bool
+        is_first: Any,  # (N,) bool
         mode: ActMode,
-    ) -> tuple[np.ndarray, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return actions (N, …) on the host, the policy state, extras, and the observations on the device."""
+    ) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return actions (N, …) on the host, the policy state, extras, and the observations on the device.
+
+        Tensors on the device are not copied, and then the actions stay there, too.
+        """
         if policy_state is None:
             policy_state = self.policy.initial_policy_state(len(is_first))
+        given = isinstance(is_first, torch.Tensor)
+        if not self.enabled and given:
+            action, policy_state, extras = self.policy.act(dict(obs), policy_state, is_first, mode)
+            return action, policy_state, extras, dict(obs)
         if not self.enabled:
             device_obs = {k: torch.from_numpy(v.copy()).to(self.device) for k, v in obs.items()}
             first = torch.from_numpy(is_first.copy()).to(self.device)
@@ -222,6 +282,8 @@ class ActRunner:
         self._copy_inputs(obs, policy_state, is_first)
         assert self._state is not None
         action, extras = self._step(mode)
+        if given:
+            return action, self._state, extras, self._obs
         if self._action is None or self._action.shape != action.shape:
             self._action = torch.empty(action.shape, dtype=action.dtype, pin_memory=True)
         self._action.copy_(action, non_blocking=True)
@@ -229,22 +291,27 @@ class ActRunner:
         return self._action.numpy().copy(), self._state, extras, self._obs
 
     def _copy_inputs(
-        self, obs: Mapping[str, np.ndarray], policy_state: dict[str, torch.Tensor], is_first: np.ndarray
+        self, obs: Mapping[str, Any], policy_state: dict[str, torch.Tensor], is_first: Any
     ) -> None:
         """Copy the inputs to their fixed addresses; a new number of environments discards the graphs."""
         if self._is_first is None or len(self._is_first) != len(is_first):
             self._graphs, self._calls, self._state = {}, {}, None
             arrays = {**obs, "is_first": is_first}
-            self._staging = {
+            given = isinstance(is_first, torch.Tensor)
+            self._staging = {} if given else {
                 k: torch.empty(v.shape, dtype=torch.from_numpy(v[:0]).dtype, pin_memory=True)
                 for k, v in arrays.items()
             }
-            device = {k: torch.empty_like(v, device=self.device) for k, v in self._staging.items()}
+            like = arrays if given else self._staging
+            device = {k: torch.empty_like(v, device=self.device) for k, v in like.items()}
             self._is_first = device.pop("is_first")
             self._obs = device
         for key, target in {**self._obs, "is_first": self._is_first}.items():
-            np.copyto(self._staging[key].numpy(), is_first if key == "is_first" else obs[key])
-            target.copy_(self._staging[key], non_blocking=True)
+            value = is_first if key == "is_first" else obs[key]
+            if not isinstance(value, torch.Tensor):
+                np.copyto(self._staging[key].numpy(), value)
+                value = self._staging[key]
+            target.copy_(value, non_blocking=True)
         if self._state is None:
             self._state = {key: value.clone() for key, value in policy_state.items()}
         elif policy_state is not self._state:

@@ -19,6 +19,8 @@ BESIDES = {
     "crafter": ["environment.area=16"],
     "dmc_vision": ["environment.task=cartpole_swingup", "environment.fast_render=true"],
     "dmc": ["environment.task=reacher_easy"],
+    "tensor_cartpole": ["environment.batched=false"],
+    "tensor_catch": ["environment.batched=false"],
     # The other dummies end with the third mistake.
     **{f"dummy_{kind}": ["environment.task=dummy/count", "+environment.length=20"] for kind in DUMMIES},
 }
@@ -35,7 +37,7 @@ WITHOUT_PICTURES = (
 )
 def test_five_settings_and_evaluation(name):
     words = [f"environment={name}", *BESIDES.get(name, [])]
-    words += [f"environment.{key}={value}" for key, value in SETTINGS.items()]
+    words += [f"++environment.{key}={value}" for key, value in SETTINGS.items()]
     if name not in WITHOUT_PICTURES:
         words += ["environment.size=40", "+environment.eval.size=24"]
     words += ["environment.eval.num_envs=1", "+environment.eval.time_limit=2", "+environment.eval.workers=0"]
