@@ -12,6 +12,9 @@ environment, shared memory, copies.
 
     gymnasium, 1_worker, N_workers, chosen    `--num-envs` environments; `chosen`: default number of workers
     single, gymnasium_single                  one environment in one process on both sides
+
+`--batched` measures environments of tensors (suite `tensor`) with `--batched-envs` copies on `--device`: vector steps
+with random actions, alone and through the Collector into replay, and on a GPU the copies between device and host.
 """
 
 from __future__ import annotations
@@ -48,7 +51,16 @@ TASKS: dict[str, dict[str, Any]] = {
     "atari/breakout": {},
     "crafter/reward": {},
     "carracing/continuous": {},
+    "pinpad/six": {},
+    "loconav/ant_maze_m": {},
+    "dmc/manip_reach_site": {},
+    "dmc/rodent_run_gaps": {},
+    "bsuite/catch": {},
+    "vizdoom/take_cover": {},
+    "metaworld/reach": {},
+    "procgen/coinrun": {},
 }
+BATCHED = {"tensor/cartpole": {}, "tensor/catch": {}}
 ACTIONS = 256  # different vector actions, used cyclically
 PAUSE_S = 0.2
 
@@ -59,8 +71,11 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
         prog="rl-lab bench env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--tasks", nargs="+", default=list(TASKS), help="suite/task (default: one or two per suite)"
+        "--tasks", nargs="*", default=list(TASKS), help="suite/task (default: one or two per suite)"
     )
+    parser.add_argument("--batched", nargs="*", default=[], help=f"of {', '.join(BATCHED)}")
+    parser.add_argument("--batched-envs", type=int, default=1024)
+    parser.add_argument("--device", default="cpu", help="of --batched")
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="N (default: the number of cores)"
@@ -80,6 +95,74 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
             rows += measure(task, options.num_envs, options.workers, options.rounds, options.seconds, backend)
         except LabError as error:
             print(f"{task}: not measured: {str(error).splitlines()[0]}")
+    for task in options.batched:
+        rows += measure_batched(task, options.batched_envs, options.device, options.rounds, options.seconds)
+    return rows
+
+
+def measure_batched(
+    task: str, num_envs: int, device: str, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Return the rows of one task of tensors: its own steps, those into replay, and copies per vector step."""
+    import torch
+
+    from rl_lab.buffers.replay import ReplayBuffer
+    from rl_lab.orchestration.collector import Collector
+    from rl_lab.records import ActMode
+
+    class RandomActions:
+        act_captures = False
+
+        def initial_policy_state(self, count: int) -> dict[str, Any]:
+            return {}
+
+        def act(self, obs: Any, state: Any, is_first: Any, mode: Any) -> Any:
+            return torch.randint(env.spec.num_actions, is_first.shape, device=is_first.device), state, {}
+
+    env = make_env(task, num_envs, batched=True, device=device, **BATCHED.get(task, {}))
+    collector = Collector(env, device=device, generator=torch.Generator(device).manual_seed(0))
+    collector.reset()
+    columns = env.spec.row_columns()
+    buffer = ReplayBuffer(columns, capacity=64 * num_envs, num_streams=num_envs, device=device)
+    policy = RandomActions()
+
+    def alone() -> None:
+        env.step(torch.randint(env.spec.num_actions, (num_envs,), device=env.device))
+
+    def stored() -> None:
+        buffer.add(collector.step(policy, ActMode()).trajectory or {})
+
+    def wait() -> None:
+        if env.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    speeds: dict[str, list[float]] = {"batched": [], "batched_into_replay": []}
+    for _ in range(rounds):
+        for name, call in (("batched", alone), ("batched_into_replay", stored)):
+            if name == "batched":
+                collector.receive()  # its step in flight
+            call()
+            wait()
+            begin, steps = perf_counter(), 0
+            while perf_counter() - begin < seconds:
+                call()
+                steps += 1
+            wait()
+            speeds[name].append(steps * num_envs / (perf_counter() - begin))
+    rows = [
+        _row(f"env/{task}/{name}_{num_envs}_steps_per_s", each, "steps/s") for name, each in speeds.items()
+    ]
+    if env.device.type == "cuda":
+        with torch.profiler.profile() as profile:
+            for _ in range(10):
+                stored()
+            wait()
+        names = [event.name for event in profile.events()]
+        for kind in ("DtoH", "HtoD"):
+            count = sum(f"Memcpy {kind}" in name for name in names) / 10
+            rows.append(
+                {"name": f"env/{task}/copies_{kind}_per_vector_step", "value": count, "unit": "copies"}
+            )
     return rows
 
 

@@ -613,7 +613,11 @@ def population_environment(
 ) -> VectorEnv:
     """Create environments for the candidates of evolution; they share the run's observation statistics."""
     options = env_config_options(to_plain(config.environment))
-    options |= {"seed": derive_seed(int(config.experiment.seed), "population"), "copy": False, "batched": False}
+    options |= {
+        "seed": derive_seed(int(config.experiment.seed), "population"),
+        "copy": False,
+        "batched": False,
+    }
     environment = make_env(**options | ({} if num_envs is None else {"num_envs": num_envs}))
     environment.listen(say, trusted=True)
     environment.normalizer = training.normalizer
@@ -629,7 +633,11 @@ def build_evaluator(
     **changes: Any,
 ) -> Evaluator:
     """Create an Evaluator with the `environment.eval.*` settings; `changes` are further make_env options."""
-    options = {**env_config_options(to_plain(config.environment), evaluation=True), **changes, "batched": False}
+    options = {
+        **env_config_options(to_plain(config.environment), evaluation=True),
+        **changes,
+        "batched": False,
+    }
     options["normalize_observations"] = normalizer is not None
     if config.environment.get("normalize_observations") and normalizer is None:
         raise ConfigError(

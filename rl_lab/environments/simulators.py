@@ -37,7 +37,12 @@ class CartPole(TensorSimulator):
         push = (force + moment * spin.square() * sin) / mass
         turn = (GRAVITY * sin - cos * push) / (HALF_LENGTH * (4.0 / 3.0 - POLE_MASS * cos.square() / mass))
         pull = push - moment * turn * cos / mass
-        following = [x + SECONDS * speed, speed + SECONDS * pull, angle + SECONDS * spin, spin + SECONDS * turn]
+        following = [
+            x + SECONDS * speed,
+            speed + SECONDS * pull,
+            angle + SECONDS * spin,
+            spin + SECONDS * turn,
+        ]
         self.variables.copy_(torch.stack(following, dim=1))
         fallen = (self.variables[:, 0].abs() > X_LIMIT) | (self.variables[:, 2].abs() > ANGLE_LIMIT)
         return torch.ones(self.num_envs, device=self.device), fallen
@@ -55,10 +60,20 @@ class Catch(TensorSimulator):
     cells: side length of the grid; side: of the image, in pixels; length: balls of an episode
     """
 
-    COLOURS = ((16, 16, 32), (80, 170, 255), (240, 200, 60))  # background, paddle, ball: those of `dummy.Catch`
+    COLOURS = (
+        (16, 16, 32),
+        (80, 170, 255),
+        (240, 200, 60),
+    )  # background, paddle, ball: those of `dummy.Catch`
 
     def __init__(
-        self, num_envs: int, device: torch.device | str = "cpu", *, cells: int = 8, side: int = 64, length: int = 3
+        self,
+        num_envs: int,
+        device: torch.device | str = "cpu",
+        *,
+        cells: int = 8,
+        side: int = 64,
+        length: int = 3,
     ) -> None:
         self.num_envs, self.device = num_envs, torch.device(device)
         self.cells, self.length = cells, length

@@ -239,7 +239,9 @@ class FromVectorEnv(TensorSimulator):
     def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         obs, reward, terminated, truncated, info = self.env.step(action)
         self._obs = as_tensors(obs, self.observations, self.device)
-        terminated, truncated = (torch.as_tensor(flag, device=self.device).bool() for flag in (terminated, truncated))
+        terminated, truncated = (
+            torch.as_tensor(flag, device=self.device).bool() for flag in (terminated, truncated)
+        )
         ended = terminated | truncated
         if self.final not in info:
             raise LabError(

@@ -210,7 +210,9 @@ def host_flags(
     for value in obs.values():
         if value.is_floating_point():
             usable = usable & torch.isfinite(value).flatten(1).all(1)
-    packed = torch.stack([reward.float(), *(flag.float() for flag in (terminated, truncated, is_first, usable))])
+    packed = torch.stack(
+        [reward.float(), *(flag.float() for flag in (terminated, truncated, is_first, usable))]
+    )
     rows = packed.cpu().numpy()
     if not rows[4].all():
         index = int(np.flatnonzero(rows[4] == 0)[0])
@@ -298,10 +300,14 @@ class ActRunner:
             self._graphs, self._calls, self._state = {}, {}, None
             arrays = {**obs, "is_first": is_first}
             given = isinstance(is_first, torch.Tensor)
-            self._staging = {} if given else {
-                k: torch.empty(v.shape, dtype=torch.from_numpy(v[:0]).dtype, pin_memory=True)
-                for k, v in arrays.items()
-            }
+            self._staging = (
+                {}
+                if given
+                else {
+                    k: torch.empty(v.shape, dtype=torch.from_numpy(v[:0]).dtype, pin_memory=True)
+                    for k, v in arrays.items()
+                }
+            )
             like = arrays if given else self._staging
             device = {k: torch.empty_like(v, device=self.device) for k, v in like.items()}
             self._is_first = device.pop("is_first")

@@ -16,7 +16,11 @@ from tests.buffers.test_zarr_layout import write_array
 from tests.config.stored_data import stored_data
 from tests.environments.suites.suite_cases import use_stand_in
 
-SLOW = {"dreamer_memory_maze", "dreamer_loconav", "dreamer_manipulation"}  # the simulator takes minutes to draw even a dry run
+SLOW = {
+    "dreamer_memory_maze",
+    "dreamer_loconav",
+    "dreamer_manipulation",
+}  # the simulator takes minutes to draw even a dry run
 # They need a file, and run in tests/workflows/test_iris_presets.py.
 NEED_FILES = {"iris_gpt2_frozen", "iris_pretrained_tokenizer"}
 EXPERIMENTS = [

@@ -126,7 +126,9 @@ class MetaWorldEnv(gymnasium.Env):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         super().reset(seed=seed)
         self._env.seed(int(self.np_random.integers(2**31)))
-        self._mujoco.mj_resetData(self._env.model, self._env.data)  # the package keeps contacts and the gripper's place
+        self._mujoco.mj_resetData(
+            self._env.model, self._env.data
+        )  # the package keeps contacts and the gripper's place
         self._env.reset()
         self._elapsed = 0
         state, *_ = self._env.step(np.zeros(4, np.float32))

@@ -160,7 +160,9 @@ class MinecraftEnv(gymnasium.Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         super().reset(seed=seed)
-        self._game.seed(int(self.np_random.integers(2**31)), seed_spaces=False)  # MineRL forgets it afterwards
+        self._game.seed(
+            int(self.np_random.integers(2**31)), seed_spaces=False
+        )  # MineRL forgets it afterwards
         raw = self._game.reset()
         self._elapsed = self._pitch = self._attacking = self._jumping = 0
         self._most = np.zeros(len(self.items), np.float32)
@@ -171,7 +173,9 @@ class MinecraftEnv(gymnasium.Env):
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         command = self._command(self.action_names[int(action)])
-        following = {name: 0 for name in ENTRIES} | {name: "none" for name in CHOICES} | {"camera": (0.0, 0.0)}
+        following = (
+            {name: 0 for name in ENTRIES} | {name: "none" for name in CHOICES} | {"camera": (0.0, 0.0)}
+        )
         following |= {name: command[name] for name in ("attack", "forward", "back", "left", "right")}
         self._elapsed += 1
         truncated = self._elapsed >= self.time_limit
@@ -254,7 +258,9 @@ class MinecraftEnv(gymnasium.Env):
     def _check_items(self) -> None:
         missing = [name for name in MILESTONES if name not in self.items]
         if missing:
-            raise LabError(f"minecraft/{self.task}: this MineRL has no item {', '.join(missing)}: use {SETUP}")
+            raise LabError(
+                f"minecraft/{self.task}: this MineRL has no item {', '.join(missing)}: use {SETUP}"
+            )
 
 
 def step_seconds(task: str) -> float:

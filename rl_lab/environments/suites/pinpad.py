@@ -26,7 +26,13 @@ CELL = 4  # pixels
 LENGTH = 10_000  # steps of an episode
 REWARD = 10.0
 PAUSE = 10  # steps from the reward to the new start
-MOVES = ((0, 0), (0, 1), (0, -1), (1, 0), (-1, 0))  # stay, down, up, right, left: (x, y), y counts from the top
+MOVES = (
+    (0, 0),
+    (0, 1),
+    (0, -1),
+    (1, 0),
+    (-1, 0),
+)  # stay, down, up, right, left: (x, y), y counts from the top
 WALL, FLOOR, SOLVED, PLAYER = (192, 192, 192), (255, 255, 255), (223, 255, 223), (0, 0, 0)
 COLOURS = (
     (255, 0, 0),

@@ -94,9 +94,7 @@ def each_case(*left_out):
     """Return pytest parameters for all tasks, except for these suites; slow ones run with `make test-learning`."""
     names = [task for task in CASES if suite_of(task) not in left_out]
     marks = [MARKS.get(task) or MARKS.get(suite_of(task)) for task in names]
-    return [
-        pytest.param(task, marks=mark) if mark else task for task, mark in zip(names, marks, strict=True)
-    ]
+    return [pytest.param(task, marks=mark) if mark else task for task, mark in zip(names, marks, strict=True)]
 
 
 def use_stand_in(suite):

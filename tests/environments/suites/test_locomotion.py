@@ -38,7 +38,9 @@ def test_manipulation_from_vectors():
     assert listed - seen == {dmc.WITHOUT_VISION}
     env = env_factory("dmc/manip_reach_site")()
     assert {"target_position", "jaco_arm/joints_pos"} <= set(env.observation_space.spaces)
-    assert all(space.dtype == np.float32 and len(space.shape) == 1 for space in env.observation_space.values())
+    assert all(
+        space.dtype == np.float32 and len(space.shape) == 1 for space in env.observation_space.values()
+    )
     actions = [np.full(9, 0.3, np.float32)] * 3
     first = episode(env, 5, actions)
     episode(env, 6, actions)

@@ -110,7 +110,9 @@ def test_attacks_continue_at_the_games_own_speed(speed, attacks):
     do(env, "attack", *["jump"] * 35)
     commands = env.unwrapped._game.commands
     assert [command["attack"] for command in commands] == [1] * attacks + [0] * (36 - attacks)
-    assert [command["jump"] for command in commands[1:3]] == ([0, 0] if speed == 1 else [1, 1])[:2] or speed == 1
+    assert [command["jump"] for command in commands[1:3]] == ([0, 0] if speed == 1 else [1, 1])[
+        :2
+    ] or speed == 1
 
 
 def test_action_repeat_keeps_only_movement():
@@ -149,7 +151,9 @@ def test_minecraft_that_does_not_start(monkeypatch):
         raise FileNotFoundError("java")
 
     monkeypatch.setattr(env_spec.EnvSpec, "make", fails)
-    with pytest.raises(LabError, match=r"minecraft does not start: FileNotFoundError: java\. scripts/setup/mine"):
+    with pytest.raises(
+        LabError, match=r"minecraft does not start: FileNotFoundError: java\. scripts/setup/mine"
+    ):
         probe_spec("minecraft/diamond", size=48)
 
 

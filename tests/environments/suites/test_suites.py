@@ -22,7 +22,9 @@ def test_contract(task):
     needs(task)
     options = CASES[task]
     limit = {} if suite_of(task) == "popgym" else {"time_limit": LIMIT}  # its episodes always end
-    draws = not task.startswith(("dmc/reacher", "dmc/manip", "dmc/rodent", "metaworld/reach"))  # need no GL, so that a case of the suite runs everywhere
+    draws = not task.startswith(
+        ("dmc/reacher", "dmc/manip", "dmc/rodent", "metaworld/reach")
+    )  # need no GL, so that a case of the suite runs everywhere
     with (
         make_env(task, 2, workers=0, seed=5, render=draws, **options, **limit) as env,
         make_env(task, 2, workers=1, seed=0, **options, **limit) as other,

@@ -15,7 +15,9 @@ class Lab:
         if not (isinstance(level, str) and isinstance(observations, list) and isinstance(config or {}, dict)):
             raise TypeError("function takes other arguments")
         if renderer not in ("", "software", "hardware"):  # lines 193-197
-            raise RuntimeError(f'Failed to set renderer must be "hardware" or "software" actual "{renderer}"!')
+            raise RuntimeError(
+                f'Failed to set renderer must be "hardware" or "software" actual "{renderer}"!'
+            )
         for key, value in (config or {}).items():
             if not isinstance(key, str) or not isinstance(value, str):  # lines 257-266: PyUnicode_AsUTF8
                 raise TypeError("bad argument type for built-in operation")

@@ -49,7 +49,9 @@ for _name in (
         raise NotImplementedError
 
     setattr(EnvSpec, _name, abc.abstractmethod(_missing))
-EnvSpec.__abstractmethods__ = frozenset(name for name in vars(EnvSpec) if getattr(vars(EnvSpec)[name], "__isabstractmethod__", False))
+EnvSpec.__abstractmethods__ = frozenset(
+    name for name in vars(EnvSpec) if getattr(vars(EnvSpec)[name], "__isabstractmethod__", False)
+)
 
 
 class _SingleAgentEnv:

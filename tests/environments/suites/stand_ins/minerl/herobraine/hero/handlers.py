@@ -14,16 +14,22 @@ class _Handler:
         return self.name
 
 
-def POVObservation(video_resolution):  # agent/observations/pov.py:44: (width, height), the space is (height, width, 3)
+def POVObservation(
+    video_resolution,
+):  # agent/observations/pov.py:44: (width, height), the space is (height, width, 3)
     assert isinstance(video_resolution, tuple)
     return _Handler("pov", Box(0, 255, [*video_resolution[::-1], 3], np.uint8))
 
 
-def FlatInventoryObservation(item_list):  # agent/observations/inventory.py:66: sorted, no entry for other items
+def FlatInventoryObservation(
+    item_list,
+):  # agent/observations/inventory.py:66: sorted, no entry for other items
     return _Handler("inventory", Dict({name: Box(0, 2304, (), np.int32) for name in sorted(item_list)}))
 
 
-def EquippedItemObservation(items, _default, _other):  # agent/observations/equipped_item.py:46-50: both are appended
+def EquippedItemObservation(
+    items, _default, _other
+):  # agent/observations/equipped_item.py:46-50: both are appended
     names = list(items)
     names += [name for name in (_other, _default) if name not in names]
     kinds = {"type": Enum(*names, default=_default), "damage": Box(-1, 1562), "maxDamage": Box(-1, 1562)}
@@ -31,7 +37,9 @@ def EquippedItemObservation(items, _default, _other):  # agent/observations/equi
 
 
 def ObservationFromCurrentLocation():  # agent/observations/location_stats.py
-    return _Handler("location_stats", Dict({name: Box(-640000.0, 640000.0) for name in ("xpos", "ypos", "zpos")}))
+    return _Handler(
+        "location_stats", Dict({name: Box(-640000.0, 640000.0) for name in ("xpos", "ypos", "zpos")})
+    )
 
 
 def ObservationFromLifeStats():  # agent/observations/lifestats.py:68, 93, 130; mc.py:488-491
