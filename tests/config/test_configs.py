@@ -70,8 +70,8 @@ def pusht_demonstrations(path: Path) -> Path:
     return path
 
 
-NOW = "atari atari100k crafter dmc_proprio dmc_vision memory_maze".split()
-NOW += "pinpad loconav bsuite procgen dmlab minecraft manipulation".split()
+NOW = ["atari", "atari100k", "crafter", "dmc_proprio", "dmc_vision", "memory_maze"]
+NOW += ["pinpad", "loconav", "bsuite", "procgen", "dmlab", "minecraft", "manipulation"]
 IN_2024 = ["atari_2024", "atari100k_2024", "dmc_proprio_2024", "dmc_vision_2024"]
 
 

@@ -104,7 +104,7 @@ def test_state_continues_bit_for_bit(task, options):
         again, *same, _ = other.step(action)
         assert all(torch.equal(obs[name], again[name]) for name in obs)
         assert all(torch.equal(one, two) for one, two in zip(flags, same, strict=True))
-    with pytest.raises(CheckpointError, match="environment.num_envs=8: the checkpoint has other"):
+    with pytest.raises(CheckpointError, match=r"environment\.num_envs=8: the checkpoint has other"):
         small = batched(task, **options)
         small.set_state(state)
 
@@ -216,7 +216,7 @@ def test_simulator_that_resets_by_itself():
     assert ends[4] == (no, no, yes, [0, 0, 0])
     env.close()
     assert inner.closed
-    with pytest.raises(LabError, match="the simulator's info has no 'final_obs': .*it has last"):
+    with pytest.raises(LabError, match=r"the simulator's info has no 'final_obs': .*it has last"):
         env = from_vector_env(SameStep(final="last"))
         env.reset()
         env.step(torch.zeros(3, 2))

@@ -55,7 +55,7 @@ def test_observations_are_not_copied_between_environment_and_buffer(monkeypatch)
 
 def test_rows_equal_those_of_ordinary_environments():
     """The same rows and counts as if the environment had returned arrays."""
-    env, collector = collector_of("tensor/cartpole", 32, time_limit=25)
+    _env, collector = collector_of("tensor/cartpole", 32, time_limit=25)
     plain, arrays = collector_of("tensor/cartpole", 32, time_limit=25)
     arrays.environment = AsArrays(plain)
     arrays.reset()
@@ -125,7 +125,7 @@ def test_nan_stops_the_run():
 
 
 def test_state_of_the_collector():
-    env, collector = collector_of("tensor/cartpole", 8, time_limit=9)
+    _env, collector = collector_of("tensor/cartpole", 8, time_limit=9)
     policy = Alternating()
     for _ in range(13):
         collector.step(policy, ActMode())

@@ -34,18 +34,40 @@ ACTION_REPEAT = 4
 IMAGE, TEXT = "RGB_INTERLEAVED", "INSTR"
 WORDS, WIDTH, BUCKETS = 32, 32, 64 * 1024  # of instructions
 HELD_OUT_SEED = 0x600D5EED  # evaluation uses other levels than training
-TASKS = (
-    "explore_goal_locations_large explore_goal_locations_small explore_object_locations_large "
-    "explore_object_locations_small explore_object_rewards_few explore_object_rewards_many "
-    "explore_obstructed_goals_large explore_obstructed_goals_small language_answer_quantitative_question "
-    "language_execute_random_task language_select_described_object language_select_located_object "
-    "lasertag_one_opponent_large lasertag_one_opponent_small lasertag_three_opponents_large "
-    "lasertag_three_opponents_small natlab_fixed_large_map natlab_varying_map_randomized natlab_varying_map_regrowth "
-    "psychlab_arbitrary_visuomotor_mapping psychlab_continuous_recognition psychlab_sequential_comparison "
-    "psychlab_visual_search rooms_collect_good_objects_test rooms_collect_good_objects_train "
-    "rooms_exploit_deferred_effects_test rooms_exploit_deferred_effects_train rooms_keys_doors_puzzle "
-    "rooms_select_nonmatching_object rooms_watermaze skymaze_irreversible_path_hard skymaze_irreversible_path_varied"
-).split()
+TASKS = [
+    "explore_goal_locations_large",
+    "explore_goal_locations_small",
+    "explore_object_locations_large",
+    "explore_object_locations_small",
+    "explore_object_rewards_few",
+    "explore_object_rewards_many",
+    "explore_obstructed_goals_large",
+    "explore_obstructed_goals_small",
+    "language_answer_quantitative_question",
+    "language_execute_random_task",
+    "language_select_described_object",
+    "language_select_located_object",
+    "lasertag_one_opponent_large",
+    "lasertag_one_opponent_small",
+    "lasertag_three_opponents_large",
+    "lasertag_three_opponents_small",
+    "natlab_fixed_large_map",
+    "natlab_varying_map_randomized",
+    "natlab_varying_map_regrowth",
+    "psychlab_arbitrary_visuomotor_mapping",
+    "psychlab_continuous_recognition",
+    "psychlab_sequential_comparison",
+    "psychlab_visual_search",
+    "rooms_collect_good_objects_test",
+    "rooms_collect_good_objects_train",
+    "rooms_exploit_deferred_effects_test",
+    "rooms_exploit_deferred_effects_train",
+    "rooms_keys_doors_puzzle",
+    "rooms_select_nonmatching_object",
+    "rooms_watermaze",
+    "skymaze_irreversible_path_hard",
+    "skymaze_irreversible_path_varied",
+]
 # Turn (degrees, as pixels), look up or down, sideways, forward or back, fire; jump and crouch are never used.
 _POPART = (
     (0, 0, 0, 1, 0),

@@ -30,14 +30,58 @@ STEPS = 500  # of the package, after which it refuses to go on
 CAMERA = "corner2"
 CAMERA_POSITION = (0.75, 0.075, 0.7)  # nearer than the package's, as in TD-MPC2
 RENDER_SIZE = (256, 256)
-TASKS = (
-    "assembly basketball bin-picking box-close button-press button-press-topdown button-press-topdown-wall "
-    "button-press-wall coffee-button coffee-pull coffee-push dial-turn disassemble door-close door-lock door-open "
-    "door-unlock drawer-close drawer-open faucet-close faucet-open hammer hand-insert handle-press handle-press-side "
-    "handle-pull handle-pull-side lever-pull peg-insert-side peg-unplug-side pick-out-of-hole pick-place "
-    "pick-place-wall plate-slide plate-slide-back plate-slide-back-side plate-slide-side push push-back push-wall "
-    "reach reach-wall shelf-place soccer stick-pull stick-push sweep sweep-into window-close window-open"
-).split()
+TASKS = [
+    "assembly",
+    "basketball",
+    "bin-picking",
+    "box-close",
+    "button-press",
+    "button-press-topdown",
+    "button-press-topdown-wall",
+    "button-press-wall",
+    "coffee-button",
+    "coffee-pull",
+    "coffee-push",
+    "dial-turn",
+    "disassemble",
+    "door-close",
+    "door-lock",
+    "door-open",
+    "door-unlock",
+    "drawer-close",
+    "drawer-open",
+    "faucet-close",
+    "faucet-open",
+    "hammer",
+    "hand-insert",
+    "handle-press",
+    "handle-press-side",
+    "handle-pull",
+    "handle-pull-side",
+    "lever-pull",
+    "peg-insert-side",
+    "peg-unplug-side",
+    "pick-out-of-hole",
+    "pick-place",
+    "pick-place-wall",
+    "plate-slide",
+    "plate-slide-back",
+    "plate-slide-back-side",
+    "plate-slide-side",
+    "push",
+    "push-back",
+    "push-wall",
+    "reach",
+    "reach-wall",
+    "shelf-place",
+    "soccer",
+    "stick-pull",
+    "stick-push",
+    "sweep",
+    "sweep-into",
+    "window-close",
+    "window-open",
+]
 
 
 def tasks() -> list[str]:

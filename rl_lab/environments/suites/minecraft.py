@@ -288,7 +288,7 @@ def _create(size: tuple[int, int], break_speed: float) -> Any:
             f"minecraft needs the package '{error.name}', which is not installed: {SETUP}"
         ) from error
 
-    class FlatSpec(EnvSpec):  # type: ignore[misc, valid-type]
+    class FlatSpec(EnvSpec):
         """What the player sees and can do."""
 
         def create_agent_start(self) -> list[Any]:

@@ -56,7 +56,7 @@ def test_rodent_episodes_depend_on_their_seed_alone(task):
     rng = np.random.default_rng(1)
     actions = [rng.uniform(-1, 1, 38).astype(np.float32) for _ in range(5)]
     episode(used, 1, actions)
-    np.random.seed(int(rng.integers(1000)))  # noqa: NPY002 (the global generator that some tasks use)
+    np.random.seed(int(rng.integers(1000)))
     assert_same_episodes(episode(used, 7, actions), episode(fresh, 7, actions))
 
 
@@ -72,11 +72,11 @@ def test_names_of_dm_control():
 
 def test_own_generator_leaves_numpys_alone():
     env = env_factory("dmc/rodent_two_touch")().unwrapped
-    np.random.seed(3)  # noqa: NPY002
+    np.random.seed(3)
     expected = np.random.RandomState(3).rand()
     with env._own_random():
-        np.random.rand()  # noqa: NPY002
-    assert np.random.rand() == expected  # noqa: NPY002
+        np.random.rand()
+    assert np.random.rand() == expected
 
 
 @pytest.mark.parametrize("name", list(loconav.MAPS))

@@ -226,8 +226,8 @@ def test_lab_level_cache(tmp_path):
 
 
 def test_lab_settings():
-    with pytest.raises(ConfigError, match="environment.actions='popar': Did you mean 'popart'"):
+    with pytest.raises(ConfigError, match=r"environment\.actions='popar': Did you mean 'popart'"):
         probe_spec("dmlab/psychlab_visual_search", actions="popar")
-    with pytest.raises(ConfigError, match="environment.renderer='gpu'"):
+    with pytest.raises(ConfigError, match=r"environment\.renderer='gpu'"):
         probe_spec("dmlab/psychlab_visual_search", renderer="gpu")
     assert len(dmlab.TASKS) == 32 and len(minecraft.MILESTONES) == 12

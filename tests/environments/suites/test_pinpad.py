@@ -46,7 +46,7 @@ def place(env, number):
 def test_layouts():
     symbols = {" ": 0, "#": -1}
     expected = [[int(symbols.get(cell, cell)) for cell in row] for row in FIVE.strip("\n").split("\n")]
-    assert (new("five").grid.T == np.array(expected, dtype=np.int64)).all()
+    assert (np.array(expected, dtype=np.int64) == new("five").grid.T).all()
     for count, task in enumerate(pinpad.tasks(), start=3):
         env = new(task)
         assert env.goal == tuple(range(1, count + 1)) and set(env.grid.ravel()) == {-1, 0, *env.goal}

@@ -3,7 +3,6 @@
 import abc
 
 import numpy as np
-
 from minerl.herobraine.hero.spaces import Dict
 
 BREAKS = {"": "log", "wooden_pickaxe": "cobblestone", "stone_pickaxe": "iron_ore", "iron_pickaxe": "diamond"}
@@ -38,20 +37,44 @@ class EnvSpec(abc.ABC):  # env_spec.py:20; its abstract methods are those of lin
     def make(self, fake=False):  # env_spec.py:210
         return _SingleAgentEnv(self)
 
+    @abc.abstractmethod
+    def create_observables(self): ...
 
-for _name in (
-    "create_observables create_actionables create_rewardables create_agent_start create_agent_handlers "
-    "create_monitors create_server_initial_conditions create_server_decorators create_server_world_generators "
-    "create_server_quit_producers is_from_folder determine_success_from_rewards get_docstring"
-).split():
+    @abc.abstractmethod
+    def create_actionables(self): ...
 
-    def _missing(self, *args):
-        raise NotImplementedError
+    @abc.abstractmethod
+    def create_rewardables(self): ...
 
-    setattr(EnvSpec, _name, abc.abstractmethod(_missing))
-EnvSpec.__abstractmethods__ = frozenset(
-    name for name in vars(EnvSpec) if getattr(vars(EnvSpec)[name], "__isabstractmethod__", False)
-)
+    @abc.abstractmethod
+    def create_agent_start(self): ...
+
+    @abc.abstractmethod
+    def create_agent_handlers(self): ...
+
+    @abc.abstractmethod
+    def create_monitors(self): ...
+
+    @abc.abstractmethod
+    def create_server_initial_conditions(self): ...
+
+    @abc.abstractmethod
+    def create_server_decorators(self): ...
+
+    @abc.abstractmethod
+    def create_server_world_generators(self): ...
+
+    @abc.abstractmethod
+    def create_server_quit_producers(self): ...
+
+    @abc.abstractmethod
+    def is_from_folder(self, *args): ...
+
+    @abc.abstractmethod
+    def determine_success_from_rewards(self, *args): ...
+
+    @abc.abstractmethod
+    def get_docstring(self): ...
 
 
 class _SingleAgentEnv:

@@ -1,7 +1,6 @@
 """herobraine/hero/handlers: the ones that the adapter names, with their entry and its space."""
 
 import numpy as np
-
 from minerl.herobraine.hero import spaces
 from minerl.herobraine.hero.spaces import Box, Dict, Discrete, Enum
 
