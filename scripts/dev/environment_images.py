@@ -29,6 +29,15 @@ SCENES: dict[str, tuple[str, dict[str, Any], int]] = {
     "pusht": ("pusht/pixels", {}, 10),
     "popgym": ("popgym/RepeatPreviousEasy", {}, 10),
     "memory_maze": ("memory_maze/9x9", {}, 10),
+    "pinpad": ("pinpad/six", {}, 40),
+    "loconav": ("loconav/ant_maze_m", {}, 40),
+    "manipulation": ("dmc/manip_stack_2_bricks", {"observe": "vision"}, 20),
+    "rodent": ("dmc/rodent_maze_forage", {"observe": "vision"}, 20),
+    "bsuite": ("bsuite/catch", {}, 4),
+    "vizdoom": ("vizdoom/take_cover", {"action_repeat": 4}, 30),
+    "metaworld": ("metaworld/door-open", {"observe": "vision"}, 20),
+    "procgen": ("procgen/coinrun", {}, 20),
+    "tensor": ("tensor/catch", {}, 4),
 }
 
 

@@ -26,10 +26,7 @@ BESIDES = {
 }
 SETTINGS = {"num_envs": 2, "workers": 1, "action_repeat": 2, "time_limit": 3}
 WITHOUT_PICTURES = (
-WITHOUT_PICTURES = (
     *("cartpole", "pendulum", "lunarlander", "pusht", "dmc", "popgym", "bsuite", "metaworld", "tensor_cartpole"),
-    *(f"dummy_{kind}" for kind in DUMMIES),
-)
     *(f"dummy_{kind}" for kind in DUMMIES),
 )
 
