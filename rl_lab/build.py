@@ -587,9 +587,8 @@ def training_environment(
     """Create the training environment and check that its spec is that of the run."""
     options = env_config_options(to_plain(config.environment))
     seed = derive_seed(int(config.experiment.seed), "train")
-    environment = make_env(
-        **{**options, "device": device}, **_video_options(config, logger), seed=seed, copy=copy
-    )
+    options |= {"batched": bool(config.environment.get("batched")), "device": device}
+    environment = make_env(**options, **_video_options(config, logger), seed=seed, copy=copy)
     environment.listen(say)
     if environment.spec.row_columns() != spec.row_columns():
         environment.close()

@@ -175,6 +175,7 @@ ENVIRONMENTS = {
     "path in an option": put("environment.xml_file", "/etc/passwd"),
     "mapping in an option": put("environment.make_kwargs", {"id": "canary_part:Env"}),
     "video folder": put("environment.eval.video_folder", "/tmp"),
+    "log files": put("environment.log_files", "logs"),
     "workers": put("environment.workers", 100_000),
 }
 

@@ -136,10 +136,11 @@ def _is_optimizer(target: str) -> bool:
 # Keys of `environment` that make_env handles, for all suites.
 _ENVIRONMENT_KEY_NAMES = (
     "task suite tasks num_envs workers size action_repeat time_limit pixels observations wrappers timeout restarts "
-    "normalize_observations normalize_clip history_limit video_every eval"
+    "normalize_observations normalize_clip history_limit video_every batched eval"
 )
 ENVIRONMENT_KEYS = frozenset(_ENVIRONMENT_KEY_NAMES.split())
 FORBIDDEN_ENVIRONMENT_KEYS = ("video_folder", "observation_statistics", "render", "copy", "infos", "seed")
+WRITTEN_FOLDERS = ("log_files", "level_cache")  # options of suites
 MOST_PROCESSES = {"num_envs": 10_000, "workers": 256}
 _TASK = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 _WORD = re.compile(r"[A-Za-z0-9_ +-]*")
@@ -242,7 +243,7 @@ def _check_environment(node: Mapping[Any, Any], path: str) -> None:
         elif key == "eval" and path == "environment":
             if isinstance(value, Mapping):
                 _check_environment({"suite": node.get("suite"), **value}, where)
-        elif key in FORBIDDEN_ENVIRONMENT_KEYS:
+        elif key in FORBIDDEN_ENVIRONMENT_KEYS or (key in WRITTEN_FOLDERS and value is not None):
             raise UntrustedError(f"{where} is {_shown(value)}, and a config does not set it: {TRUST}")
         elif key in MOST_PROCESSES and isinstance(value, int) and value > MOST_PROCESSES[key]:
             raise UntrustedError(f"{where} is {value}, more than {MOST_PROCESSES[key]}: {TRUST}")

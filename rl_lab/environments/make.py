@@ -5,6 +5,7 @@ A suite is a module (an *adapter*) with
     make(task, *, render: bool, **options) -> gymnasium.Env    any spaces; `EnvFactory` adds wrappers
     tasks() -> list[str]                                       the valid names after "suite/"
     EXTRA: str                                                 extra of this package that installs the suite
+    MODULE: str, SETUP: str                optional, without an extra: what it imports, what installs that
     resolve(task) -> object            optional: validates the task once; `make` receives the result
     HANDLES: set of "size", "action_repeat", "time_limit"      optional: passed to `make`, no wrapper is added
     step_seconds(task) -> float | None      optional: estimated duration of a step, to choose `workers`
@@ -305,16 +306,22 @@ def env_factory(
 
 
 def env_config_options(environment: Mapping[str, Any], *, evaluation: bool = False) -> dict[str, Any]:
-    """Convert the `environment` node to arguments of `make_env`; `evaluation` applies `environment.eval`."""
+    """Convert the `environment` node to arguments of `make_env`; `evaluation` applies `environment.eval`.
+
+    Without `batched`, which only training uses: all else takes arrays.
+    """
     if environment.get(REFUSED):
         raise ConfigError(str(environment[REFUSED]))
     # Videos show training and are written to the run folder, so `build` adds these options.
     options = {
-        str(key): _plain(value) for key, value in environment.items() if key not in ("eval", *VIDEO_OPTIONS)
+        str(key): _plain(value)
+        for key, value in environment.items()
+        if key not in ("eval", "batched", *VIDEO_OPTIONS)
     }
     if evaluation:
         changes = {str(key): _plain(value) for key, value in (environment.get("eval") or {}).items()}
-        options.update({key: value for key, value in changes.items() if key not in VIDEO_OPTIONS})
+        unused = ("batched", *VIDEO_OPTIONS)
+        options.update({key: value for key, value in changes.items() if key not in unused})
     if not options.get("task"):
         raise ConfigError(
             "environment.task is not set: set it to a task, for example environment.task=CartPole-v1"

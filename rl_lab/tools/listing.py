@@ -169,6 +169,9 @@ def describe_suites() -> list[tuple[str, str, str, str, str]]:
         ]
         text = (ast.get_docstring(tree) or module).partition("\n")[0].removeprefix(f"Suite `{suite}`: ")
         state, text = ("missing", install_line(extra)) if missing else ("ready", text)
+        module_name = _constant(tree, "MODULE")  # of a package that no extra installs
+        if module_name and importlib.util.find_spec(module_name) is None:
+            state, text = "missing", _constant(tree, "SETUP")
         rows.append((suite, state, extra or "-", _some(_tasks(module)), text))
     return rows
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_lab.environments import make_env, probe_spec
+from rl_lab.environments import env_config_options, make_env, probe_spec
 from rl_lab.environments.simulators import CartPole, Catch
 from rl_lab.environments.suites import dummy
 from rl_lab.environments.tensor_env import FromVectorEnv, TensorVectorEnv, as_tensors
@@ -139,6 +139,12 @@ def test_seeds():
 def test_settings_that_do_not_fit(task, options, message):
     with pytest.raises(ConfigError, match=message):
         batched(task, **options)
+
+
+def test_only_training_is_batched():
+    node = {"task": "tensor/cartpole", "num_envs": 4, "batched": True, "eval": {"batched": True}}
+    assert env_config_options(node) == env_config_options(node, evaluation=True)
+    assert "batched" not in env_config_options(node)
 
 
 def test_wrong_calls():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,12 @@ def test_suites_show_state_or_install_command(capsys, monkeypatch) -> None:
     lines = {line.split()[0]: line for line in printed.partition("suites:")[2].splitlines()[1:]}
     assert "ready" in lines["dummy"] and "gym" in lines
     assert "57: alien, amidar, …" in lines["atari"] and " box2d " in lines["carracing"]
+    monkeypatch.setitem(sys.modules, "minerl", None)  # not installed, and no stand-in either
     monkeypatch.setattr(listing, "find", lambda requirement: [listing_package(requirement.name)])
     rows = {suite: (state, extra, text) for suite, state, extra, _, text in listing.describe_suites()}
     assert rows["gym"] == ("missing", "classic", listing.install_line("classic"))
     assert rows["dummy"][:2] == ("ready", "-")
+    assert rows["minecraft"][:2] == ("missing", "-") and "scripts/setup/minecraft.sh" in rows["minecraft"][2]
 
 
 def test_suite_tasks(capsys, monkeypatch) -> None:
@@ -80,6 +83,7 @@ def test_suite_tasks(capsys, monkeypatch) -> None:
         LabError, match=r"--suite atari10k: there is no such suite\. Did you mean 'atari100k'"
     ):
         listing.tasks_of("atari10k")
+    monkeypatch.setitem(sys.modules, "minerl", None)  # not installed, and no stand-in either
     monkeypatch.setattr(listing, "find", lambda requirement: [listing_package(requirement.name)])
     monkeypatch.setattr(listing, "_tasks", lambda module: [])  # as a suite whose package is missing
     with pytest.raises(LabError, match=r"--suite minigrid: the suite lists no tasks: pip install .*minigrid"):

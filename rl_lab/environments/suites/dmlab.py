@@ -29,6 +29,7 @@ from rl_lab.errors import ConfigError, LabError, MissingPackageError, closest, o
 
 EXTRA = ""
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
+MODULE = "deepmind_lab"
 SETUP = "docs/howto/minecraft_dmlab.md says how to build DeepMind Lab"
 ACTION_REPEAT = 4
 IMAGE, TEXT = "RGB_INTERLEAVED", "INSTR"

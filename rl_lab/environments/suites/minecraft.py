@@ -26,6 +26,7 @@ from rl_lab.errors import ConfigError, LabError, MissingPackageError, closest, o
 
 EXTRA = ""
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
+MODULE = "minerl"
 SETUP = "scripts/setup/minecraft.sh installs MineRL and Java 8 (docs/howto/minecraft_dmlab.md)"
 LENGTH = 36_000  # steps: 30 minutes
 HEALTH_REWARD = 0.01  # for the complete health bar
