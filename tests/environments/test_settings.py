@@ -26,7 +26,17 @@ BESIDES = {
 }
 SETTINGS = {"num_envs": 2, "workers": 1, "action_repeat": 2, "time_limit": 3}
 WITHOUT_PICTURES = (
-    *("cartpole", "pendulum", "lunarlander", "pusht", "dmc", "popgym", "bsuite", "metaworld", "tensor_cartpole"),
+    *(
+        "cartpole",
+        "pendulum",
+        "lunarlander",
+        "pusht",
+        "dmc",
+        "popgym",
+        "bsuite",
+        "metaworld",
+        "tensor_cartpole",
+    ),
     *(f"dummy_{kind}" for kind in DUMMIES),
 )
 

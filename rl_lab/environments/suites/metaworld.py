@@ -142,7 +142,7 @@ class MetaWorldEnv(gymnasium.Env):
         import mujoco
 
         self._mujoco = mujoco
-        height, width = RENDER_SIZE if render_mode else size
+        height, width = RENDER_SIZE  # of `render`, from which the image of an observation is scaled down
         cls = metaworld.ALL_V3_ENVIRONMENTS[f"{task}-v3"]
         self._env = cls(render_mode="rgb_array", camera_name=CAMERA, width=width, height=height)
         self._env._partially_observable = False  # what the package does in its goal-observable classes
