@@ -29,6 +29,7 @@ VERBS = {
         "curves, scores and imagined rollouts of runs as one HTML page; --serve keeps it up to date",
     ),
     "suite": ("rl_lab.tools.suite.command", "run a benchmark of several tasks and seeds: rl-lab suite NAME"),
+    "sweep": ("rl_lab.tools.sweep.command", "search hyperparameters: rl-lab sweep key=1,2 … --trials 30"),
     "collect": (
         "rl_lab.tools.collect.command",
         "store episodes of an agent, an expert, the random policy or a person as a data set",

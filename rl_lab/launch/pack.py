@@ -262,6 +262,12 @@ class Pack:
                 ended.append(Ended(item.job, status, time.monotonic() - item.begin))
         return ended
 
+    def terminate(self, name: str) -> None:
+        """Ask one job to save and stop (SIGTERM); `poll` returns it when it has ended."""
+        for item in self._running:
+            if item.job.name == name and item.process.poll() is None:
+                item.process.terminate()
+
     def stop(self, wait: Callable[[], None] = lambda: time.sleep(0.2)) -> list[Ended]:
         """Ask every process to save and stop (SIGTERM), one after another; return the jobs that have ended.
 

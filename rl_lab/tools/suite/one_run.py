@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     budget = job["in_frames"]["training.total_timesteps"] or "phases"
     if facts.get("trained") != budget:
         facts.pop("final", None)  # of a smaller budget
-        result = _wait_for_lock(lambda: _train(overrides))
+        result = wait_for_lock(lambda: _train(overrides))
         if result.interrupted:
             return STOPPED
         facts |= {"trained": budget, "counters": result.counters}
@@ -89,7 +89,7 @@ def _train(overrides: list[str]) -> Any:
     return train_config(compose_config(overrides), overrides)
 
 
-def _wait_for_lock(run: Callable[[], Any]) -> Any:
+def wait_for_lock(run: Callable[[], Any]) -> Any:
     """Run; while another process holds the run folder (it is saving and will end), try again."""
     limit = time.monotonic() + LOCK_SECONDS
     while True:

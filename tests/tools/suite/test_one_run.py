@@ -84,9 +84,9 @@ def test_run_folder_that_is_still_saving_is_waited_for(tmp_path: Path, monkeypat
         lock.release()
 
     monkeypatch.setattr(one_run.time, "sleep", sleep)
-    assert one_run._wait_for_lock(lambda: RunLock(tmp_path).acquire().held) and waited == [2.0]
+    assert one_run.wait_for_lock(lambda: RunLock(tmp_path).acquire().held) and waited == [2.0]
     monkeypatch.setattr(one_run, "LOCK_SECONDS", -1.0)
     held = RunLock(tmp_path).acquire()
     with pytest.raises(RunLockedError):
-        one_run._wait_for_lock(lambda: RunLock(tmp_path).acquire())
+        one_run.wait_for_lock(lambda: RunLock(tmp_path).acquire())
     held.release()

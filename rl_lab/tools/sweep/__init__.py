@@ -1,0 +1,1 @@
+"""`rl-lab sweep`: search hyperparameters with Optuna."""
