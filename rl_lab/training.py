@@ -158,6 +158,8 @@ def train_config(
         raise ConfigError(
             "launch=pack is for several runs: add --multirun and values such as experiment.seed=0,1"
         )
+    if select(config, "launch.name") == "slurm":
+        raise ConfigError("launch=slurm submits jobs from the command line: use rl-lab train … launch=slurm")
     _make_paths_absolute(config)
     name_by_task(config, overrides)
     run_dir = _run_dir(config)

@@ -69,6 +69,10 @@ NAMES: Rule = (
         or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     ),
 )
+LINES: Rule = (
+    "a list of strings",
+    lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+)
 EVERY: Rule = integer(1, None)
 STOP: Rule = one_of("stop", "continue")
 
@@ -128,7 +132,25 @@ RULES: dict[str, Rule] = {
     "logging.progress": one_of("auto", "live", "notebook", "plain", "off"),
     "logging.trackio": ("a name or null", PATH[1]),
     "wandb.mode": one_of("online", "offline", "disabled"),
-    "launch.name": one_of("single", "pack"),
+    "launch.name": one_of("single", "pack", "slurm", "ray"),
+    "launch.cluster": one_of("slurm", "local"),
+    **{
+        f"launch.{name}": ("a name or null", PATH[1])
+        for name in ("partition", "account", "qos", "constraint")
+    },
+    **{f"launch.{name}": integer(1) for name in ("time", "memory_gb", "grace")},
+    "launch.cpus": positive(),
+    **{f"launch.{name}": integer(0) for name in ("gpus", "requeues")},
+    "launch.at_once": integer(1, None),
+    "launch.address": ("an address or null", PATH[1]),
+    **{f"launch.{name}": integer(1) for name in ("collectors", "chunk")},
+    "launch.max_staleness": integer(0, None),
+    "launch.timeout": positive(),
+    "launch.restarts": integer(0),
+    **{f"launch.{name}": one_of("cluster", "local") for name in ("evaluation", "population")},
+    "launch.setup": LINES,
+    "launch.extra": SECTION,
+    "launch.wait": FLAG,
     "launch.per_gpu": integer(1),
     "launch.threads": integer(1),
     "launch.mps": one_of("auto", "on", "off"),

@@ -3,6 +3,7 @@
     rl-lab train -m experiment.seed=0,1,2                       # sequential
     rl-lab train -m experiment.seed=0,1,2 hydra/launcher=joblib # parallel (extra: sweep)
     rl-lab train -m experiment.seed=0,1,2 launch=pack           # launch.per_gpu runs at a time on each GPU
+    rl-lab train -m experiment.seed=0,1,2 launch=slurm          # a SLURM job for each run (extra: slurm)
 
 The runs are numbered subfolders of one folder. A run that fails does not stop the others; Ctrl-C stops all of
 them. The same command with `hydra.sweep.dir=FOLDER` continues the runs that were stopped.
@@ -40,7 +41,7 @@ from rl_lab.config.compose import (
 )
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.launch.pack import Ended, Job, Mps, Pack, find_gpus, interruptible
-from rl_lab.run_folder import output_root
+from rl_lab.run_folder import new_run_folder, output_root
 from rl_lab.utils.files import read_jsonl
 from rl_lab.utils.progress import clock_time
 
@@ -130,6 +131,11 @@ def multirun(overrides: Sequence[str], config_dirs: Sequence[Path | str] = ()) -
     try:
         if config.launch.name == "pack":
             _run_packed(items, folder, config.launch)
+        elif config.launch.name == "slurm":
+            _submit_all(items, folder, config.launch)
+            if not config.launch.wait:
+                print(f"the same command with hydra.sweep.dir={folder} continues runs that were cancelled")
+                return Sweep(folder)
         else:
             with _hydra_arguments(items), choices():
                 _job()
@@ -191,13 +197,55 @@ def _run_packed(overrides: Sequence[str], folder: Path, launch: DictConfig) -> N
                 raise KeyboardInterrupt
 
 
+def _submit_all(overrides: Sequence[str], folder: Path, launch: DictConfig) -> None:
+    """Submit every combination as a SLURM job; with `launch.wait`, wait for them."""
+    from rl_lab.launch.slurm import check_settings, submit, wait
+
+    settings = to_plain(launch)
+    check_rules({"launch": settings}, "launch.")
+    check_settings(settings)
+    combinations = _combinations(overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, words in enumerate(combinations):
+        (folder / f"{number}{FAILED}").unlink(missing_ok=True)
+        print(_plan.headline(number, words))
+    runs = {
+        str(number): train_command(words, folder / str(number)) for number, words in enumerate(combinations)
+    }
+    jobs = submit(runs, settings, (folder / "slurm").resolve())
+    if launch.wait:
+        for name, error in wait(jobs, list(runs)).items():
+            (folder / f"{name}{FAILED}").write_text(f"{error}\n", encoding="utf-8")
+
+
+def submit_one(config: DictConfig, overrides: Sequence[str], config_dirs: Sequence[Path | str] = ()) -> Path:
+    """Submit one run as a SLURM job; return its run folder. An existing `run_dir` is continued."""
+    from rl_lab.launch.slurm import check_settings, submit, wait
+
+    settings = to_plain(config.launch)
+    check_rules({"launch": settings}, "launch.")
+    check_settings(settings)
+    root = output_root(config.output_root)
+    folder = Path(config.run_dir) if config.run_dir else new_run_folder(root).path
+    words = [word for word in overrides if not word.lstrip("+").startswith("run_dir=")]
+    command = train_command(with_search_path(words, config_dirs), folder)
+    jobs = submit({folder.name: command}, settings, (root / "slurm").resolve())
+    print(f"run folder: {folder}")
+    if config.launch.wait:
+        for error in wait(jobs, [folder.name]).values():
+            raise LabError(f"{folder}: {error}")
+    return folder
+
+
 def _combinations(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of every run of the sweep."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     for item in overrides:
         if item.lstrip("+").startswith(("hydra/sweeper", "hydra/launcher")):
-            raise ConfigError(f"{item} cannot be combined with launch=pack: remove one of them")
+            raise ConfigError(
+                f"{item} cannot be combined with launch=pack or launch=slurm: remove one of them"
+            )
     words = [item for item in overrides if not item.lstrip("+").startswith("hydra.sweep")]
     parsed = OverridesParser.create().parse_overrides(words)
     (combinations,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
@@ -220,13 +268,19 @@ def _listed(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _packed_job(number: int, words: Sequence[str], folder: Path, share: float) -> Job:
+    command = train_command(words, folder / str(number))
+    return Job(str(number), command, folder / f"{number}.log", share)
+
+
+def train_command(words: Sequence[str], run_dir: Path) -> list[str]:
+    """Return the command of one run, in a process without a launcher of its own."""
     own = [word for word in words if not word.lstrip("+").startswith(("launch=", "launch.", "hydra."))]
     search = [word for word in words if word.lstrip("+").startswith("hydra.")]
-    quoted = str(folder.resolve() / str(number)).replace("\\", "\\\\").replace("'", "\\'")
+    quoted = str(run_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     command = [sys.executable, "-m", "rl_lab", "train", *own, *search, f"run_dir='{quoted}'"]
     if not any(word.startswith("logging.progress=") for word in own):
         command.append("logging.progress=plain")
-    return Job(str(number), command, folder / f"{number}.log", share)
+    return command
 
 
 def _packed_end(ended: Ended, folder: Path) -> None:

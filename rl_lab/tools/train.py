@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 EPILOG = """examples:
@@ -10,6 +11,7 @@ EPILOG = """examples:
   rl-lab train +experiment=dreamer_cartpole debug=tiny  a test run of some seconds
   rl-lab train environment=pendulum experiment.seed=1   other environment, other seed
   rl-lab train --multirun experiment.seed=0,1,2         several runs
+  rl-lab train launch=slurm launch.partition=gpu        as a SLURM job
   rl-lab train --cfg job --resolve                      print the config and stop"""
 
 
@@ -44,12 +46,19 @@ def main(args: argparse.Namespace) -> int:
     if args.cfg:
         print(_config_text(config, args.resolve, args.package), end="")
         return 0
+    if config.launch.name == "slurm":
+        from rl_lab.config.multirun import submit_one
+
+        submit_one(config, args.overrides, args.config_dir)
+        return 0
+    from rl_lab.launch.slurm import STOPPED_VARIABLE
     from rl_lab.training import ignore_output_errors, train_config
 
     result = train_config(config, args.overrides)
-    if not result.interrupted:  # that has been printed
-        for line in result.summary():
-            ignore_output_errors(print)(line)
+    if result.interrupted:  # that has been printed; a job of SLURM has to know
+        return int(os.environ.get(STOPPED_VARIABLE, 0))
+    for line in result.summary():
+        ignore_output_errors(print)(line)
     return 0
 
 
