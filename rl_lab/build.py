@@ -28,6 +28,7 @@ from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.orchestration.orchestrator import Orchestrator, Settings
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import EVERY_KEYS, Cadences, Every, HookInfo, PhaseDefinition, parse_phases
+from rl_lab.orchestration.remote_collector import RemoteCollector
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
 from rl_lab.orchestration.side_jobs import SideJobs
@@ -35,6 +36,7 @@ from rl_lab.orchestration.update_check import check_batches
 from rl_lab.orchestration.updates import HookRunner, Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep
 from rl_lab.records import AnyHook, EvolveHook, Spec, TransformHook
+from rl_lab.remote_parts import connect, environment_options, remote_collector
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.metrics import Stopwatch
 from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
@@ -52,6 +54,7 @@ class Run:
     context: WorkflowContext
     workflow: Any
     orchestrator: Orchestrator
+    cluster: Any = None  # with launch=ray
 
     def close(self) -> None:
         if self.context.train_environment is not None:
@@ -59,6 +62,8 @@ class Run:
         for buffer in self.context.buffers.values():
             if hasattr(buffer, "close"):  # it has open files
                 buffer.close()
+        if self.cluster is not None:
+            self.cluster.close()
 
 
 def build_run(
@@ -83,21 +88,38 @@ def build_run(
     workflow = build_workflow(config)
     # The Collector copies what it keeps; a workflow with its own collect_step gets copies of the arrays.
     collect_step = own_collect_step(workflow)
-    environment = training_environment(
-        config, spec, copy=collect_step is not None, logger=logger, say=say, device=device
-    )
-    if collect_step is not None and getattr(environment, "on_device", False):
-        raise ConfigError(
-            f"environment.batched=true needs the Collector, but {type(workflow).__name__} steps its environments "
-            "itself: set environment.batched=false"
+    cluster = connect(config, say)
+    environment: Any
+    collector: Collector | RemoteCollector
+    if cluster is None:
+        environment = training_environment(
+            config, spec, copy=collect_step is not None, logger=logger, say=say, device=device
         )
-    collector = Collector(
-        environment,
-        device=device,
-        generator=generators.device("collect"),
-        capture=bool(config.training.capture),
-        stopwatch=stopwatch,
-    )
+        if collect_step is not None and getattr(environment, "on_device", False):
+            raise ConfigError(
+                f"environment.batched=true needs the Collector, but {type(workflow).__name__} steps its "
+                "environments itself: set environment.batched=false"
+            )
+        collector = Collector(
+            environment,
+            device=device,
+            generator=generators.device("collect"),
+            capture=bool(config.training.capture),
+            stopwatch=stopwatch,
+        )
+    else:
+        collector = remote_collector(
+            config,
+            spec,
+            cluster,
+            workflow=workflow,
+            parts={"components": dict(components.items()), "controllers": dict(controllers.items())},
+            updates=lambda: scheduler.totals["updates"],
+            device=device,
+            say=say,
+            stopwatch=stopwatch,
+        )
+        environment = collector.environment
     first_observation = collector.reset()
 
     buffers: dict[str, Any] = {}
@@ -141,7 +163,15 @@ def build_run(
     total = int(training.total_timesteps) if training.total_timesteps else None
     scheduler = PhaseScheduler(phases, total_timesteps=total, is_ready=storage.ready)
     runners = build_runners(
-        config, hooks, storage, environment, device, generators=generators, stopwatch=stopwatch, say=say
+        config,
+        hooks,
+        storage,
+        environment,
+        device,
+        generators=generators,
+        stopwatch=stopwatch,
+        say=say,
+        cluster=cluster,
     )
     orchestrator = Orchestrator(
         workflow=workflow,
@@ -183,10 +213,16 @@ def build_run(
         environment=environment,
         side_jobs=SideJobs(str(training.get("on_side_failure", "continue")), say=say),
         checkpoints=checkpoints,
-        evaluator=build_evaluator(config, device, normalizer=environment.normalizer, say=say),
+        evaluator=build_evaluator(
+            config,
+            device,
+            normalizer=environment.normalizer,
+            say=say,
+            **environment_options(config, cluster, "evaluation"),
+        ),
         say=say,
     )
-    return Run(config, spec, context, workflow, orchestrator)
+    return Run(config, spec, context, workflow, orchestrator, cluster)
 
 
 def own_collect_step(workflow: WorldModelWorkflow) -> CollectStep | None:
@@ -221,6 +257,7 @@ def build_runners(
     generators: Generators,
     stopwatch: Stopwatch,
     say: Callable[[str], None],
+    cluster: Any = None,
 ) -> dict[str, Runner]:
     """Create the runner of each hook, by its kind."""
     capture = bool(config.training.capture)
@@ -246,7 +283,13 @@ def build_runners(
         from rl_lab.orchestration.evolution import EvolveRunner, Generations
 
         generations = Generations(
-            functools.partial(population_environment, config, environment, say),
+            functools.partial(
+                population_environment,
+                config,
+                environment,
+                say,
+                **environment_options(config, cluster, "population"),
+            ),
             seed=int(config.experiment.seed),
             say=say,
             capture=capture,
@@ -608,10 +651,14 @@ def _video_options(config: DictConfig, logger: Any) -> dict[str, Any]:
 
 
 def population_environment(
-    config: DictConfig, training: VectorEnv, say: Callable[[str], None], num_envs: int | None = None
+    config: DictConfig,
+    training: VectorEnv,
+    say: Callable[[str], None],
+    num_envs: int | None = None,
+    **changes: Any,
 ) -> VectorEnv:
     """Create environments for the candidates of evolution; they share the run's observation statistics."""
-    options = env_config_options(to_plain(config.environment))
+    options = {**env_config_options(to_plain(config.environment)), **changes}
     options |= {
         "seed": derive_seed(int(config.experiment.seed), "population"),
         "copy": False,

@@ -436,9 +436,11 @@ def test_writing_elsewhere_on_resume_is_refused(stranger: Path, tmp_path: Path) 
     change(stranger, put("wandb.mode", "online"))
     with pytest.raises(UntrustedError, match=r"wandb\.mode is online"):
         resume(stranger, ["training.total_timesteps=26"])
-    assert (
-        resume(stranger, ["training.total_timesteps=26", "wandb.mode=disabled"]).counters["env_steps"] >= 26
-    )
+    change(stranger, put("wandb.mode", "disabled"))
+    change(stranger, put("launch", {"name": "ray", "address": "192.0.2.1:6379", "collectors": 1}))
+    with pytest.raises(UntrustedError, match=r"launch\.name is 'ray'"):
+        resume(stranger, ["training.total_timesteps=26"])
+    assert resume(stranger, ["training.total_timesteps=26", "launch.name=single"]).counters["env_steps"] >= 26
     assert not (tmp_path / "elsewhere").exists()
 
 

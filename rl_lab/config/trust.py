@@ -202,7 +202,7 @@ def check_environment(config: Mapping[str, Any]) -> None:
 
 
 def check_training(config: Mapping[str, Any]) -> None:
-    """Raise UntrustedError for settings with which a resumed run writes elsewhere than to its folder. config: plain."""
+    """Raise UntrustedError for settings with which a resumed run reaches out of its folder. config: plain."""
     buffers = config.get("buffers")
     for name, node in (buffers if isinstance(buffers, Mapping) else {}).items():
         if isinstance(node, Mapping) and node.get("folder"):
@@ -214,6 +214,12 @@ def check_training(config: Mapping[str, Any]) -> None:
     if isinstance(wandb, Mapping) and wandb.get("mode") == "online":
         raise UntrustedError(
             "wandb.mode is online, and this run was not made here: set wandb.mode=disabled, or add --trust"
+        )
+    launch = config.get("launch")
+    if isinstance(launch, Mapping) and launch.get("name") not in (None, "single"):
+        raise UntrustedError(
+            f"launch.name is {_shown(launch['name'])}, and this run was not made here: set launch.name=single, or add "
+            "--trust"
         )
 
 

@@ -78,7 +78,7 @@ ENTRY_POINTS = "rl_lab.environments"
 # Keyword arguments of `make_env` that concern all N environments together and not a single one.
 _VECTOR_OPTION_NAMES = (
     "num_envs workers seed render copy infos video_every video_folder timeout restarts normalize_observations "
-    "normalize_clip observation_statistics history_limit batched device"
+    "normalize_clip observation_statistics history_limit batched device remote"
 )
 VIDEO_OPTIONS = ("video_every", "video_folder")
 VECTOR_OPTIONS = frozenset(_VECTOR_OPTION_NAMES.split())
@@ -202,6 +202,7 @@ def make_env(
     history_limit: int = 100_000,
     batched: bool = False,
     device: Any = "cpu",
+    remote: Any = None,
     **options: Any,
 ) -> VectorEnv:
     """Create a vector environment with N environments of one task.
@@ -226,6 +227,7 @@ def make_env(
     python, host:  another interpreter, or another machine (docs/howto/simulators.md)
     batched, device: True: N environments as tensors on the device, for suites with a `simulator`: returns a
                    `tensor_env.TensorVectorEnv`; without `workers`, `restarts`, `normalize_observations` and videos
+    remote:        starts the workers on other machines (see remote_worker.py)
     options:       `pixels` (True: the rendered frame is the observation; "both": it is added), `observations`
                    (names to keep), `wrappers` (see `wrappers`); all others are passed to the suite
     """
@@ -268,6 +270,7 @@ def make_env(
         restarts=RestartLimit.from_config(restarts),
         normalizer=make_normalizer(spec, normalize_observations, normalize_clip, observation_statistics),
         history_limit=history_limit,
+        remote=remote,
     )
 
 

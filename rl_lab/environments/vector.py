@@ -14,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -28,6 +28,9 @@ from rl_lab.environments.spec import action_space, observation_space
 from rl_lab.environments.worker_pool import Infos, ProcessWorker, WorkerPool
 from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import ActionSpec, Spec
+
+if TYPE_CHECKING:
+    from rl_lab.environments.remote_worker import StartRemote
 
 INITIAL_CAPACITY = 64  # actions of an `ActionHistory`
 # Environment time per vector step that justifies a process: two wake-ups take 0.02 to 0.2 ms, depending on
@@ -52,6 +55,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[dict[str, np.ndarray], Any, np.ndarra
               a checkpoint can be saved, and the next step raises EnvironmentFaultError.
     history_limit: maximum number of actions kept for exact resume; a longer episode is not resumed but
                    restarted
+    remote:   starts the workers on other machines (see remote_worker.py)
 
     `infos["closed"]` (index -> reason) lists the episodes that a failure ended in this step.
     """
@@ -74,6 +78,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[dict[str, np.ndarray], Any, np.ndarra
         restarts: RestartLimit | None = None,
         normalizer: ObservationNormalizer | None = None,
         history_limit: int = 100_000,
+        remote: StartRemote | None = None,
     ) -> None:
         self.num_envs = num_envs
         self.spec = spec
@@ -105,6 +110,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[dict[str, np.ndarray], Any, np.ndarra
             options={"all_infos": infos == "all", "render": render},
             timeout=timeout,
             restarts=restarts or RestartLimit(),
+            remote=remote,
         )
 
     # ---------------------------------------------------------------- stepping

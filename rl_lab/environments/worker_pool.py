@@ -29,7 +29,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import gymnasium
 import numpy as np
@@ -54,6 +54,9 @@ from rl_lab.records import Spec
 from rl_lab.utils.files import ensure_current_folder
 from rl_lab.utils.stopping import GRACE_S, STOP
 
+if TYPE_CHECKING:
+    from rl_lab.environments.remote_worker import StartRemote
+
 PACKAGE_PARENT = Path(__file__).parents[2]
 FIRST_POLL_S = 0.05  # after this wait the progress of the worker is monitored
 POLL_S = 0.5  # between two looks at its progress
@@ -69,6 +72,7 @@ class WorkerPool:
     options:  `all_infos` and `render`, for `EnvRunner`
     timeout:  maximum seconds of one environment call in a worker process; None: no limit
     restarts: how many restarts are allowed before the run stops
+    remote:   starts objects in processes elsewhere; the workers are then such objects (see remote_worker.py)
     """
 
     def __init__(
@@ -82,8 +86,10 @@ class WorkerPool:
         options: dict[str, Any],
         timeout: float | None,
         restarts: RestartLimit,
+        remote: StartRemote | None = None,
     ) -> None:
         self.num_envs = num_envs
+        self._remote = remote
         self.timeout = timeout
         self.faults = FaultLog(restarts)
         self.trusted = False  # True: restart environments that fail in the first reset, too
@@ -95,18 +101,32 @@ class WorkerPool:
         self._factory = factory
         self._spec = spec
         self._options = options
-        self._memory = shared_memory(start_context(), spec, num_envs) if num_workers else None
+        self._memory: Any = None
+        if num_workers and remote is None:
+            self._memory = shared_memory(start_context(), spec, num_envs)
         self.arrays = StepArrays(spec, num_envs, self._memory)
-        self.workers: list[Worker] = []
+        self.workers: list[AnyWorker] = []
         self.close = weakref.finalize(self, _close_workers, self.workers, os.getpid())  # at exit too
         for indices in np.array_split(np.arange(num_envs), num_workers or 1):
             self.workers.append(self._make_worker(indices.tolist()))
         for worker in self.workers:
-            if isinstance(worker, ProcessWorker):
+            if not isinstance(worker, LocalWorker):
                 self._wait_until_built(worker)
 
-    def _make_worker(self, indices: Sequence[int], *, lazy: bool = False) -> Worker:
+    def _make_worker(self, indices: Sequence[int], *, lazy: bool = False) -> AnyWorker:
         options = {**self._options, "lazy": lazy}
+        if self._remote is not None:
+            from rl_lab.environments.remote_worker import RemoteWorker
+
+            return RemoteWorker(
+                self._remote,
+                self._factory,
+                indices,
+                self.arrays,
+                options,
+                spec=self._spec,
+                num_envs=self.num_envs,
+            )
         if self._memory is None:
             return LocalWorker(self._factory, indices, self.arrays, options)
         return ProcessWorker(
@@ -119,7 +139,7 @@ class WorkerPool:
             memory=self._memory,
         )
 
-    def _wait_until_built(self, worker: ProcessWorker) -> None:
+    def _wait_until_built(self, worker: DistantWorker) -> None:
         try:
             worker.wait_built(self.timeout)
         except WorkerLost as lost:
@@ -193,7 +213,7 @@ class WorkerPool:
                 del self.scheduled_seeds[int(env)]
             self.arrays.seed[env] = seed
 
-    def _send_reset(self, envs: Sequence[int], options: dict[str, Any] | None) -> list[Worker]:
+    def _send_reset(self, envs: Sequence[int], options: dict[str, Any] | None) -> list[AnyWorker]:
         self._write_seeds(envs)
         self.arrays.reset_continues[envs] = False
         workers = self._workers_of(envs)
@@ -201,14 +221,14 @@ class WorkerPool:
             worker.send("reset", [env for env in worker.indices if env in envs], options)
         return workers
 
-    def _workers_of(self, envs: Any) -> list[Worker]:
+    def _workers_of(self, envs: Any) -> list[AnyWorker]:
         return [worker for worker in self.workers if any(env in envs for env in worker.indices)]
 
     # ---------------------------------------------------------------- replies
 
     def _gather(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[AnyWorker],
         resetting: np.ndarray,
         options: dict[str, Any] | None = None,
         received: Collection[int] = (),
@@ -250,13 +270,13 @@ class WorkerPool:
         return infos
 
     def _receive(
-        self, worker: Worker, resetting: np.ndarray | None = None, attempt: int = 1
+        self, worker: AnyWorker, resetting: np.ndarray | None = None, attempt: int = 1
     ) -> tuple[Reply, dict[int, str]]:
         """Wait for a worker; return its reply and, for each environment that failed, index -> reason."""
         try:
             reply = worker.receive(self.timeout)
         except WorkerLost as lost:
-            assert isinstance(worker, ProcessWorker)
+            assert not isinstance(worker, LocalWorker)
             worker.kill()
             consecutive = attempt if resetting is not None and resetting[list(worker.indices)].all() else 0
             self._record_fault(
@@ -284,7 +304,7 @@ class WorkerPool:
             self._record_fault("raised", f"environment {env}", what, detail, consecutive)
         return reply, {**faults, **ended}
 
-    def _replace(self, worker: ProcessWorker) -> None:
+    def _replace(self, worker: DistantWorker) -> None:
         try:
             self.workers[self.workers.index(worker)] = self._make_worker(worker.indices, lazy=True)
         except (OSError, EOFError) as error:  # out of memory, or too many processes
@@ -310,13 +330,13 @@ class WorkerPool:
         arrays.reset_continues[env] = False
 
 
-def _close_workers(workers: list[Worker], owner: int) -> None:
+def _close_workers(workers: list[AnyWorker], owner: int) -> None:
     if os.getpid() != owner:  # a forked child must not stop the trainer's workers
         return
     for worker in workers:
         worker.close()
     for worker in workers:
-        if isinstance(worker, ProcessWorker):
+        if not isinstance(worker, LocalWorker):
             worker.join()
     workers.clear()
 
@@ -352,6 +372,14 @@ class Worker(Protocol):
     def send_step(self) -> None: ...
     def receive(self, timeout: float | None = None) -> Reply: ...
     def close(self) -> None: ...
+
+
+class DistantWorker(Worker, Protocol):
+    """A worker that can be lost: in another process, here or on another machine."""
+
+    def wait_built(self, timeout: float | None = None) -> None: ...
+    def join(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 class LocalWorker:
@@ -408,7 +436,7 @@ class ProcessWorker:
         memory: Any,
     ) -> None:
         self.indices = indices
-        payload = _pickled((factory, list(indices), options))
+        payload = pickled((factory, list(indices), options))
         context = start_context()
         self.connection, worker_end = context.Pipe()
         self.process = context.Process(
@@ -525,6 +553,9 @@ class ProcessWorker:
         return WorkerLost("died", self._name(), what, advice)
 
 
+AnyWorker = LocalWorker | DistantWorker
+
+
 def worker_name(indices: Sequence[int]) -> str:
     first, last = indices[0], indices[-1]
     return f"environment {first}" if first == last else f"the worker of environments {first} to {last}"
@@ -579,7 +610,8 @@ def _short_temporary_folder() -> str | None:
     return None
 
 
-def _pickled(value: Any) -> bytes:
+def pickled(value: Any) -> bytes:
+    """Return the value for a worker process; functions and classes of a script by value."""
     import cloudpickle
 
     try:

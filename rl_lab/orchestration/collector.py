@@ -114,6 +114,11 @@ class Collector:
         episodes = self.tracker.update(received.reward, ended, counted, received.logs, received.closed)
         return CollectResult(steps=int(counted.sum()), episodes=episodes, trajectory=rows)
 
+    @property
+    def received(self) -> ReceivedStep | None:
+        """The results that `receive` has received and the next `step` will use."""
+        return self._received
+
     def _runner_for(self, policy: Policy) -> ActRunner:
         if self._runner is None or self._runner.policy is not policy:
             self._runner = ActRunner(policy, device=self.device, capture=self.capture)
@@ -157,6 +162,9 @@ class Collector:
 
     def set_state(self, state: Mapping[str, Any]) -> list[int]:
         """Continue from `get_state`; return the environments that had to start a new episode instead."""
+        if "environment" not in state:  # of remote collectors, whose environments have ended with them
+            self.reset()
+            return list(range(self.environment.num_envs))
         fresh = self.environment.set_state(state["environment"])
         self.tracker.set_state(state["tracker"])
         self.policy_state = state["policy_state"]

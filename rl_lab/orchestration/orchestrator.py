@@ -35,6 +35,7 @@ from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import Cadences, Every, HookUse, PhaseDefinition
+from rl_lab.orchestration.remote_collector import RemoteCollector
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
 from rl_lab.orchestration.side_jobs import SideJobs
@@ -76,7 +77,7 @@ class Orchestrator:
     runners: Mapping[str, Runner]  # by name of the hook
     log: RunLog
     run_state: RunState
-    collector: Collector | None = None
+    collector: Collector | RemoteCollector | None = None
     own_collect_step: CollectStep | None = None  # of a workflow that steps the environments itself
     cadences: Cadences = field(default_factory=Cadences)
     settings: Settings = field(default_factory=Settings)

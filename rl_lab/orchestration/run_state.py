@@ -11,6 +11,7 @@ from torch import nn
 from rl_lab.errors import CheckpointError, LabError, unexpected
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
+from rl_lab.orchestration.remote_collector import RemoteCollector
 from rl_lab.orchestration.updates import Storage
 from rl_lab.protocols import TracksEpisodes, Workflow
 from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION
@@ -31,7 +32,7 @@ class RunState:
         optimizers: Mapping[str, Any] | None = None,
         generators: Generators | None = None,
         storage: Storage | None = None,
-        collector: Collector | None = None,
+        collector: Collector | RemoteCollector | None = None,
     ) -> None:
         self.workflow = workflow
         self.scheduler = scheduler
@@ -117,7 +118,7 @@ class RunState:
         if self.generators is not None:
             self.generators.set_state(state["generators"])
 
-    def _restore_collector(self, collector: Collector, state: Mapping[str, Any]) -> None:
+    def _restore_collector(self, collector: Collector | RemoteCollector, state: Mapping[str, Any]) -> None:
         fresh = collector.set_state(state)
         if fresh:
             if self.storage is not None:
@@ -125,7 +126,7 @@ class RunState:
             warnings.warn(
                 f"environments {fresh} start a new episode: replaying their actions did not lead to the "
                 "saved observation (they are not deterministic), or there were more than "
-                "environment.history_limit actions",
+                "environment.history_limit actions, or other machines had collected",
                 stacklevel=2,
             )
         if isinstance(self.workflow, TracksEpisodes):
