@@ -152,6 +152,7 @@ def test_errors_are_one_message(capsys, tmp_path: Path):
             ["train", "debug=tiny", "experiment.device=meta"],
             "must be auto, cpu, cuda, cuda:N or mps, not 'meta'",
         ),
+        (["train", "debug=tiny", "experiment.device=tpu"], "there is no torch-xla for torch 2.11"),
         (["train", "debug=tiny", "environment.task=CartPole-v7"], "CartPole"),
         (["train", "debug=tiny", "components/encoder=mlp", "environment=dummy_dict"], "encoder"),
         (["train", "debug=tiny", "training.phases=[{name: x, workflow_hooks: [colect]}]"], "collect"),

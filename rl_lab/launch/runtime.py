@@ -19,6 +19,11 @@ def resolve_device(name: str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         return torch.device("cpu")
+    if name.split(":")[0] == "tpu":
+        raise ConfigError(
+            f"experiment.device is '{name}', but there is no torch-xla for torch 2.11 or newer, which RL Lab needs: its "
+            "newest release, 2.9.0, fits torch 2.9 (checked in November 2026); use auto"
+        )
     try:
         device = torch.device(name)
     except RuntimeError:
