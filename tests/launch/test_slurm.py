@@ -117,6 +117,51 @@ def test_a_stopped_run_tells_its_job(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.extras
+def test_what_is_given_to_sbatch(tmp_path: Path, monkeypatch, capsys):
+    pytest.importorskip("submitit")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in (
+        ("sbatch", f'cp "$1" {tmp_path}/script.sh; echo Submitted batch job 12'),
+        ("srun", "exit 0"),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    words = ["+experiment=random_cartpole", "debug=tiny", "experiment.seed=0,1,2", "launch=slurm"]
+    words += ["launch.partition=gpu", "launch.at_once=2", "launch.time=60", "launch.setup=[module load cuda]"]
+    words += ["+launch.extra.mail-type=FAIL", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    assert main(["train", "-m", *words]) == 0
+    script = (tmp_path / "script.sh").read_text()
+    for line in (
+        "partition=gpu",
+        "array=0-2%2",
+        "signal=USR2@120",
+        "time=60",
+        "mail-type=FAIL",
+        "gpus-per-node=1",
+    ):
+        assert f"#SBATCH --{line}\n" in script, script
+    assert "\nmodule load cuda\n" in script
+    assert "2: job 12_2" in capsys.readouterr().out
+
+
+@pytest.mark.extras
+@pytest.mark.timeout(600)
+def test_a_sweep_of_jobs_waits_and_names_the_failed_ones(tmp_path: Path, capsys):
+    pytest.importorskip("submitit")
+    words = ["+experiment=random_cartpole", "debug=tiny", "training.total_timesteps=30"]
+    words += ["training.evaluate.every_env_steps=null", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    words += ["launch=slurm", "launch.cluster=local", "launch.gpus=0", "launch.wait=true"]
+    assert main(["train", "-m", *words, "environment.num_envs=0,2"]) == 1
+    shown = capsys.readouterr()
+    assert "1 of 2 runs failed: run 0: environment.num_envs=0" in shown.err
+    assert "0: job " in shown.out and "1: finished" in shown.out
+    assert (tmp_path / "sweep" / "1" / "metrics.jsonl").is_file()
+    assert list((tmp_path / "sweep" / "slurm").glob("*.out"))
+
+
+@pytest.mark.extras
 @pytest.mark.timeout(1500)
 def test_a_run_preempted_ten_times_is_the_uninterrupted_run(tmp_path: Path):
     pytest.importorskip("submitit")
