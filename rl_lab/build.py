@@ -22,6 +22,7 @@ from rl_lab.config.compose import to_plain
 from rl_lab.environments.make import env_config_options, make_env, probe
 from rl_lab.environments.vector import FourValueEnv, VectorEnv
 from rl_lab.errors import ConfigError, LabError, closest, reject_unknown, unexpected
+from rl_lab.launch.ranks import own_seed, rank_config
 from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.evaluator import Evaluator
@@ -35,8 +36,9 @@ from rl_lab.orchestration.side_jobs import SideJobs
 from rl_lab.orchestration.update_check import check_batches
 from rl_lab.orchestration.updates import HookRunner, Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep
-from rl_lab.records import AnyHook, EvolveHook, Spec, TransformHook
+from rl_lab.records import AnyHook, EvolveHook, PlainHook, Spec, TransformHook
 from rl_lab.remote_parts import connect, environment_options, remote_collector
+from rl_lab.utils import ranks
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.metrics import Stopwatch
 from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
@@ -75,12 +77,13 @@ def build_run(
     progress: Any = None,
     say: Callable[[str], None] = print,
 ) -> Run:
-    """Build a training run from a resolved config."""
+    """Build a training run from a resolved config; with several ranks, this rank's part of it."""
+    config = rank_config(config)
     training = config.training
     seed = int(config.experiment.seed)
     device = resolve_device(str(config.experiment.device))
     torch.set_num_threads(int(training.threads))
-    generators = Generators(seed, device=device)
+    generators = Generators(seed, ranks.rank(), device=device)
     stopwatch = Stopwatch()
 
     components, controllers = build_parts(config, spec, device)
@@ -89,6 +92,8 @@ def build_run(
     # The Collector copies what it keeps; a workflow with its own collect_step gets copies of the arrays.
     collect_step = own_collect_step(workflow)
     cluster = connect(config, say)
+    if cluster is not None and ranks.size() > 1:
+        raise ConfigError("launch=ray cannot be combined with torchrun: use one of them")
     environment: Any
     collector: Collector | RemoteCollector
     if cluster is None:
@@ -120,6 +125,8 @@ def build_run(
             stopwatch=stopwatch,
         )
         environment = collector.environment
+    if ranks.size() > 1 and environment.normalizer is not None:
+        environment.normalizer.share()
     first_observation = collector.reset()
 
     buffers: dict[str, Any] = {}
@@ -140,8 +147,11 @@ def build_run(
         trains=True,
     )
     workflow.initialize(context)
+    if not ranks.is_first():  # the same weights, and other random numbers from here on
+        seed_everything(derive_seed(seed, "rank", ranks.rank()))
     # The workflow decides which extra columns are stored, so the buffers are built after it.
     home = checkpoints.folder.parent / "buffers" if checkpoints is not None else None
+    home = home / f"rank{ranks.rank()}" if home is not None and not ranks.is_first() else home
     buffers.update(build_buffers(config, spec, workflow.policy_columns(), device, home=home, say=say))
     collector.rows_on_host |= any(getattr(b, "on_host", False) for b in buffers.values())
 
@@ -267,6 +277,11 @@ def build_runners(
         if isinstance(hook, TransformHook):
             runners[name] = TransformRunner(name, hook, storage=storage)
         elif not isinstance(hook, EvolveHook):
+            if isinstance(hook, PlainHook) and ranks.size() > 1:
+                raise ConfigError(
+                    f"{name} is a plain update, whose gradients cannot be averaged over {ranks.size()} ranks: train "
+                    "with one process, or declare it in hooks() with a step that calls optimizer_step"
+                )
             runners[name] = HookRunner(
                 name,
                 hook,
@@ -452,8 +467,9 @@ def assemble_workflow(
 
 
 def hook_infos(hooks: Mapping[str, AnyHook]) -> dict[str, HookInfo]:
+    # One update replays a batch on every rank.
     return {
-        name: HookInfo(hook.kind, hook.batch.replayed_steps if hook.batch else 0)
+        name: HookInfo(hook.kind, hook.batch.replayed_steps * ranks.size() if hook.batch else 0)
         for name, hook in hooks.items()
     }
 
@@ -629,7 +645,7 @@ def training_environment(
 ) -> VectorEnv:
     """Create the training environment and check that its spec is that of the run."""
     options = env_config_options(to_plain(config.environment))
-    seed = derive_seed(int(config.experiment.seed), "train")
+    seed = derive_seed(int(config.experiment.seed), "train", *own_seed())
     options |= {"batched": bool(config.environment.get("batched")), "device": device}
     environment = make_env(**options, **_video_options(config, logger), seed=seed, copy=copy)
     environment.listen(say)
@@ -659,11 +675,8 @@ def population_environment(
 ) -> VectorEnv:
     """Create environments for the candidates of evolution; they share the run's observation statistics."""
     options = {**env_config_options(to_plain(config.environment)), **changes}
-    options |= {
-        "seed": derive_seed(int(config.experiment.seed), "population"),
-        "copy": False,
-        "batched": False,
-    }
+    seed = derive_seed(int(config.experiment.seed), "population", *own_seed())
+    options |= {"seed": seed, "copy": False, "batched": False}
     environment = make_env(**options | ({} if num_envs is None else {"num_envs": num_envs}))
     environment.listen(say, trusted=True)
     environment.normalizer = training.normalizer

@@ -38,14 +38,17 @@ from rl_lab.errors import (
     one_line_errors,
     unexpected,
 )
+from rl_lab.launch.ranks import describe_change, describe_ranks
+from rl_lab.orchestration.run_state import saved_ranks
 from rl_lab.orchestration.update_check import UpdateWatch, check_updates
 from rl_lab.records import Spec
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
+from rl_lab.utils import ranks
 from rl_lab.utils.checkpoint.loading import Loaded, load_weights
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.matching import partial_load
 from rl_lab.utils.files import RunLock, absolute, read_json
-from rl_lab.utils.logger import ExperimentLogger
+from rl_lab.utils.logger import ExperimentLogger, SilentLogger
 from rl_lab.utils.progress import Progress, clock_time
 
 
@@ -62,6 +65,7 @@ class RunResult:
     best_step: int | None = None
     seconds: float = 0.0  # of training, since this call began it
     steps_here: int = 0  # environment steps of this call; a resumed run has more
+    first_rank: bool = True  # False: of another process of torchrun, which prints nothing
 
     def summary(self) -> list[str]:
         """Lines for the end of a run: what was done, how fast, the best evaluation, and what to do next."""
@@ -72,6 +76,8 @@ class RunResult:
         if self.best_return is not None:
             at = f" at step {self.best_step:,}" if self.best_step is not None else ""
             parts.append(f"best evaluation {self.best_return:,.1f}{at}")
+        if not self.first_rank:
+            return []
         lines = [f"done: {', '.join(parts)}"]
         if self.best_return is not None:
             run = shlex.quote(shown_path(self.path))
@@ -153,7 +159,16 @@ def _value_text(key: str, value: Any) -> str:
 def train_config(
     config: DictConfig, overrides: Sequence[str] = (), *, say: Callable[[str], None] = print
 ) -> RunResult:
-    """Train a composed config in a new run folder; an existing `run_dir` is resumed."""
+    """Train a composed config in a new run folder; an existing `run_dir` is resumed. Under torchrun, with all ranks."""
+    with ranks.join(str(select(config, "experiment.device"))):
+        return _train_config(config, overrides, say if ranks.is_first() else _say_nothing)
+
+
+def _say_nothing(text: str) -> None:
+    """For the ranks other than the first."""
+
+
+def _train_config(config: DictConfig, overrides: Sequence[str], say: Callable[[str], None]) -> RunResult:
     if select(config, "launch.name") == "pack":
         raise ConfigError(
             "launch=pack is for several runs: add --multirun and values such as experiment.seed=0,1"
@@ -163,25 +178,23 @@ def train_config(
     _make_paths_absolute(config)
     name_by_task(config, overrides)
     run_dir = _run_dir(config)
-    if run_dir is not None and run_dir.exists():
+    if run_dir is not None and ranks.from_first(run_dir.exists):
         return _resume_existing(run_dir, config, say)
     if run_dir is not None:
-        run_dir.check_free()
+        ranks.from_first(run_dir.check_free)
     sentence = unread(config)
     if sentence:
         say(sentence)
     spec, form = probe_environment(config)
     resolve_config(config, spec)
-    folder = run_dir or new_run_folder(output_root(config.output_root))
-    try:
-        folder.make()
-    except OSError as error:
-        raise ConfigError(f"run_dir: cannot create the run folder {folder.path}: {error}") from error
+    made: list[RunFolder] = []
+    path = ranks.from_first(lambda: _make_folder(config, run_dir, made))
+    folder = made[0] if made else RunFolder(path)
     say = ignore_output_errors(say)
     try:
-        with RunLock(folder.path) as lock:
+        with _lock(folder) as lock:
             with _report_write_errors(folder):
-                folder.create(config, spec, list(overrides), form)
+                ranks.from_first(lambda: folder.create(config, spec, list(overrides), form))
             resizing = NativeForm(form).automatic_resizing()
             if resizing:
                 say(resizing)
@@ -189,9 +202,30 @@ def train_config(
     except (RunLockedError, RunFolderLostError):
         raise  # another process uses the folder
     except LabError:
-        if folder.discard_if_unused() and not folder.path.exists():
+        if ranks.is_first() and folder.discard_if_unused() and not folder.path.exists():
             say(f"the run failed before it stored anything: removed {folder.path}")
         raise
+
+
+def _make_folder(config: DictConfig, run_dir: RunFolder | None, made: list[RunFolder]) -> Path:
+    """Create the run folder, append it to `made`, and return its path."""
+    folder = run_dir or new_run_folder(output_root(config.output_root))
+    try:
+        folder.make()
+    except OSError as error:
+        raise ConfigError(f"run_dir: cannot create the run folder {folder.path}: {error}") from error
+    made.append(folder)
+    return folder.path
+
+
+class _NoLock:
+    """Of the ranks other than the first, which holds the lock of the run folder."""
+
+    def check(self) -> None: ...
+
+
+def _lock(folder: RunFolder) -> contextlib.AbstractContextManager[RunLock | _NoLock]:
+    return RunLock(folder.path) if ranks.is_first() else contextlib.nullcontext(_NoLock())
 
 
 @one_line_errors()
@@ -221,7 +255,9 @@ def resume(
     _make_paths_absolute(config)
     if not folder.trusted:
         check_training(to_plain(config))
-    return _resume_changed(folder, before, config, say, trust=trust)
+    with ranks.join(str(config.experiment.device)):
+        tell = say if ranks.is_first() else _say_nothing
+        return _resume_changed(folder, before, config, tell, trust=trust)
 
 
 def use_environment(folder: RunFolder, env: Any, *, trust: bool = False) -> None:
@@ -305,7 +341,7 @@ def _resume_changed(
     for path, (old, new) in sorted(differences.items()):
         if path not in ("run_dir", "output_root"):
             say(f"resume: {path}: {old!r} -> {new!r}")
-    with RunLock(folder.path) as lock:
+    with _lock(folder) as lock:
         return _run(folder, config, say, lock, changed=bool(differences))
 
 
@@ -313,7 +349,7 @@ def _run(
     folder: RunFolder,
     config: DictConfig,
     say: Callable[[str], None],
-    lock: RunLock,
+    lock: RunLock | _NoLock,
     *,
     changed: bool = False,
 ) -> RunResult:
@@ -330,24 +366,22 @@ def _run(
         on_damaged_replay=str(config.training.get("on_damaged_replay", "older")),
         on_warning=say,
     )
+    ranks.on_lost(lambda error: _describe_lost(error, folder, checkpoints))
     loaded = _find_checkpoint(folder, config, checkpoints, say)
     with _report_write_errors(folder):
-        logger = ExperimentLogger(
-            folder.path,
-            tensorboard=bool(config.logging.tensorboard),
-            wandb_mode=str(config.wandb.mode),
-            wandb_options={"project": config.wandb.project, "name": config.experiment.name},
-            trackio=config.logging.get("trackio"),
-            resume_step=loaded.step if loaded else None,
-            resume_bytes=int(loaded.info.get("metrics_bytes", 0)) if loaded else 0,
-        )
-    progress = Progress(mode=str(config.logging.progress), title=str(config.experiment.name))
+        logger = _make_logger(folder, config, loaded)
+    shown = str(config.logging.progress) if ranks.is_first() else "off"
+    progress = Progress(mode=shown, title=str(config.experiment.name))
     run = None
     seconds, before = 0.0, 0
     try:
         say(f"run folder: {folder.path}")
+        if ranks.size() > 1:
+            say(describe_ranks(config))
         progress.__enter__()  # it shows that the run starts; `finally` ends it
         run = _build(config, folder.load_spec(), logger, checkpoints, progress)
+        if not ranks.is_first():
+            run.orchestrator.say = _say_nothing
         # Runs of older versions have no form.
         form = {"native": read_json(folder.form_file)} if folder.form_file.is_file() else {}
         run.orchestrator.check_folder = lock.check
@@ -359,17 +393,20 @@ def _run(
             empty = checkpoints.restore_buffers(loaded, run.context.buffers)
             run.orchestrator.restore(loaded.state, empty_buffers=empty)
             say(f"resumed at step {loaded.state['global_step']} from {loaded.path}")
-        if changed:
+            if resharded := describe_change(saved_ranks(loaded.state)):
+                say(resharded)
+        ranks.same_weights(run.context.modules())
+        if changed and ranks.is_first():
             with _report_write_errors(folder):
                 folder.save_config(config, signed=folder.trusted)
-        elif folder.trusted:
+        elif folder.trusted and ranks.is_first():
             folder.sign()
         if loaded is None:
             _log_config(logger, config)
             _check_updates(config, run)
         if run.orchestrator.storage is not None:
             run.orchestrator.watch = UpdateWatch(run.orchestrator.storage)
-        if config.training.profile:
+        if config.training.profile and ranks.is_first():
             from rl_lab.orchestration.diagnostics import Trace
 
             run.orchestrator.trace = Trace(
@@ -389,6 +426,8 @@ def _run(
         seconds = time.perf_counter() - begun
         if run.orchestrator.watch is not None and not run.orchestrator.interrupted:
             run.orchestrator.watch.finished(run.orchestrator.scheduler)
+    except ranks.RankLostError as error:
+        raise ranks.RankLostError(_describe_lost(error, folder, checkpoints), quiet=error.quiet) from None
     except RunFolderLostError as lost:
         if run is None or lost.moved_to is None:
             raise
@@ -420,6 +459,29 @@ def _log_config(logger: ExperimentLogger, config: DictConfig) -> None:
 
     lines = OmegaConf.to_yaml(config).splitlines()
     logger.text("config", "\n".join(f"    {line}" for line in lines))  # Markdown: indented lines are code
+
+
+def _make_logger(folder: RunFolder, config: DictConfig, loaded: Loaded | None) -> Any:
+    if not ranks.is_first():
+        return SilentLogger()
+    return ExperimentLogger(
+        folder.path,
+        tensorboard=bool(config.logging.tensorboard),
+        wandb_mode=str(config.wandb.mode),
+        wandb_options={"project": config.wandb.project, "name": config.experiment.name},
+        trackio=config.logging.get("trackio"),
+        resume_step=loaded.step if loaded else None,
+        resume_bytes=int(loaded.info.get("metrics_bytes", 0)) if loaded else 0,
+    )
+
+
+def _describe_lost(error: Exception, folder: RunFolder, checkpoints: CheckpointManager) -> str:
+    """Add to the message about a lost rank where the run can be continued."""
+    steps = checkpoints.steps()
+    if not steps:
+        return f"{error}; there is no checkpoint yet"
+    command = ranks.command(f"resume {folder.path}")
+    return f"{error}; the last whole checkpoint is that of step {steps[-1]}, continue with: {command}"
 
 
 @contextlib.contextmanager
@@ -528,6 +590,7 @@ def _check_updates(config: DictConfig, run: Run) -> None:
         storage.hooks,
         storage.buffers,
         num_envs=int(config.environment.num_envs),
+        ranks=ranks.size(),
         total_timesteps=scheduler.total_timesteps,
         time_limit=config.environment.get("time_limit"),
         steps_known=run.orchestrator.own_collect_step is None,
@@ -552,7 +615,7 @@ def _finish(
     orchestrator = run.orchestrator
     best = orchestrator.best
     if orchestrator.interrupted:
-        say(f"stopped and saved; continue with: rl-lab resume {folder.path}")
+        say(f"stopped and saved; continue with: {ranks.command(f'resume {folder.path}')}")
     return RunResult(
         path=folder.path,
         interrupted=orchestrator.interrupted,
@@ -563,4 +626,5 @@ def _finish(
         best_step=best[1] if best else None,
         seconds=seconds,
         steps_here=orchestrator.scheduler.totals["env_steps"] - steps_before,
+        first_rank=ranks.is_first(),
     )

@@ -17,6 +17,8 @@ from rl_lab.utils.settings import unknown_keys
 # Keys that may change on resume: duration, output and speed of a run, not what it computes.
 SAFE_ON_RESUME = (
     "training.total_timesteps",
+    "training.global_batch",
+    "algorithm.grad_acc_steps",
     "training.log",
     "training.evaluate",
     "training.report",

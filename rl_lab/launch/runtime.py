@@ -32,6 +32,8 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"experiment.device must be auto, cpu, cuda, cuda:N or mps, not '{name}'")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if name == "cuda" and count:
+            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if (device.index or 0) >= count:
             raise ConfigError(
                 f"experiment.device is '{name}', but this machine has {count} CUDA devices: use auto"

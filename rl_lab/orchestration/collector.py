@@ -16,6 +16,7 @@ import torch
 from rl_lab.errors import LabError
 from rl_lab.protocols import Policy, SelectsActions, VectorEnvironment
 from rl_lab.records import OBS_PREFIX, ActMode, CollectResult, EpisodeTracker
+from rl_lab.utils import ranks
 from rl_lab.utils.metrics import Stopwatch
 
 
@@ -360,7 +361,7 @@ class ActRunner:
         if mode.generator is not None:
             graph.register_generator_state(mode.generator)  # each replay continues its random sequence
         # Its own memory pool: the result is read while an update may already be recorded or replayed.
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local" if ranks.joined() else "global"):
             result = self._act(mode)
         self._graphs[key] = (graph, result)
         graph.replay()

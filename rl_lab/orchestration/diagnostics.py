@@ -48,7 +48,7 @@ def out_of_memory(error: BaseException, orchestrator: Any = None) -> OutOfMemory
     for use in sorted(uses, key=lambda use: -use.bytes):
         text += f"\n  {use.name}: {_size(use.bytes)}; reduce it with {use.advice}"
     advice = (
-        f"Lower {SMALLER_BATCH}, choose a smaller model (size=), keep replay in host "
+        f"Lower {SMALLER_BATCH}, split batches (a higher algorithm.grad_acc_steps), choose a smaller model (size=), keep replay in host "
         "memory (buffers.replay.storage=host) or lower its capacity."
     )
     return OutOfMemoryError(

@@ -23,6 +23,7 @@ from rl_lab.orchestration.phases import PhaseDefinition
 from rl_lab.orchestration.updates import Done, Storage
 from rl_lab.protocols import DreamEvolution, Evolvable, PhasedEvolution
 from rl_lab.records import ActMode, Batch, EarlyStop, EvolveHook
+from rl_lab.utils import ranks
 from rl_lab.utils.metrics import MetricMeter
 from rl_lab.utils.progress import clock_time
 from rl_lab.utils.seeding import derive_seed
@@ -119,11 +120,15 @@ class Generations:
         if isinstance(evolution, DreamEvolution) and evolution.dreams:
             if batch is None:
                 raise ConfigError(f"hook '{name}' evolves in a world model: give its EvolveHook a batch")
-            generator = torch.Generator(device).manual_seed(seed)
+            own = seed if ranks.is_first() else derive_seed(seed, "rank", ranks.rank())
+            generator = torch.Generator(device).manual_seed(own)
             fitness, imagined_steps = evolution.evaluate(candidates, batch, generator)
-            steps = 0
+            # Ranks dream from their own starts.
+            fitness = (_over_ranks(fitness) / ranks.size()).to(fitness)
+            imagined_steps, steps = int(ranks.host_sum([imagined_steps])[0]), 0
         else:
             environments = self._open(name, getattr(evolution, "num_envs", None))
+            stopped = False
             try:
                 fitness, steps = evaluate_population(
                     evolution,
@@ -134,10 +139,14 @@ class Generations:
                     on_rollout=progress.rollout_finished,
                     should_stop=should_stop,
                     capture=self.capture,
+                    share=(ranks.rank(), ranks.size()),
                 )
             except Interrupted:
+                stopped = True
+            if ranks.any_rank(stopped):
                 self.say(f"generation {done + 1} was interrupted and will be repeated on resume")
                 return None
+            fitness, steps = _over_ranks(fitness), int(ranks.host_sum([steps])[0])
             imagined_steps = 0
         metrics = evolution.tell(candidates, fitness)
         return {**progress.end(fitness, steps or imagined_steps), **metrics}, steps
@@ -176,6 +185,7 @@ def evaluate_population(
     on_rollout: Callable[[FinishedRollout], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     capture: bool = True,  # on CUDA, replay acting as a CUDA graph
+    share: tuple[int, int] = (0, 1),  # evaluate each n-th candidate, from this one on; the others get 0
 ) -> tuple[torch.Tensor, int]:
     """Return the mean return of each candidate over its episodes, (P,), and the environment steps.
 
@@ -186,9 +196,8 @@ def evaluate_population(
     """
     vectors = [environments] if hasattr(environments, "num_envs") else list(environments)
     episodes = int(evolution.episodes_per_candidate)
-    queue = deque(
-        make_rollouts(len(candidates), episodes, seed, getattr(evolution, "common_episodes", False))
-    )
+    rollouts = make_rollouts(len(candidates), episodes, seed, getattr(evolution, "common_episodes", False))
+    queue = deque(rollout for rollout in rollouts if rollout.candidate % share[1] == share[0])
     groups = [
         RolloutGroup(env, queue, getattr(evolution, "early_stop", None) or EarlyStop()) for env in vectors
     ]
@@ -219,6 +228,13 @@ def evaluate_population(
                 actor.send(obs, is_first)
         first = False
     return torch.as_tensor(fitness / episodes, dtype=torch.float64), steps
+
+
+def _over_ranks(fitness: torch.Tensor) -> torch.Tensor:
+    """The sum of the ranks' fitness (P,); the tensor itself with one rank."""
+    return (
+        fitness if ranks.size() == 1 else torch.tensor(ranks.host_sum(fitness.tolist()), dtype=torch.float64)
+    )
 
 
 class Interrupted(Exception):

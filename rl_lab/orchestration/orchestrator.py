@@ -37,12 +37,13 @@ from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import Cadences, Every, HookUse, PhaseDefinition
 from rl_lab.orchestration.remote_collector import RemoteCollector
 from rl_lab.orchestration.run_log import RunLog
-from rl_lab.orchestration.run_state import RunState
+from rl_lab.orchestration.run_state import RunState, share_statistics, state_of_rank, with_state_of_ranks
 from rl_lab.orchestration.side_jobs import SideJobs
 from rl_lab.orchestration.time_left import TimeLeft
 from rl_lab.orchestration.update_check import UpdateWatch
 from rl_lab.orchestration.updates import Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep, VectorEnvironment, Workflow
+from rl_lab.utils import ranks
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.seeding import derive_seed
 from rl_lab.utils.stopping import GRACE_S, STOP
@@ -114,7 +115,7 @@ class Orchestrator:
         self._time_left = TimeLeft(self.scheduler)
         self.tick()
         with stop_on_signals(self._interrupt), self._save_on_failure():
-            while not self.interrupted:
+            while not self._all_stop():
                 action = self.scheduler.next_action()
                 phase = self.scheduler.current_phase()
                 if phase is not self._running_phase:
@@ -125,7 +126,7 @@ class Orchestrator:
                 try:
                     self.run_action(action, phase)
                 except Exception as error:
-                    if self.interrupted and isinstance(error, EnvironmentFaultError):
+                    if self.interrupted and isinstance(error, EnvironmentFaultError) and ranks.size() == 1:
                         break  # an environment hangs: save without its answer
                     self._explain_first_failure(action, phase, error)
                     raise
@@ -148,6 +149,8 @@ class Orchestrator:
         else:
             done = self.runners[action].perform(phase, self.scheduler, self._should_stop)
             if done is not None:
+                if done.steps:
+                    share_statistics(getattr(self.environment, "normalizer", None))
                 self.scheduler.advance(action, steps=done.steps, done=done.finished)
 
     def _collect(self, phase: PhaseDefinition) -> None:
@@ -175,7 +178,11 @@ class Orchestrator:
         take_failures = getattr(self.environment, "take_side_failures", None)
         for failure in take_failures() if take_failures is not None else ():
             self.side_jobs.failed("training video", self.scheduler.totals["env_steps"], failure)
-        self.scheduler.advance("collect", steps=result.steps, episodes=max(result.episodes, len(finished)))
+        steps, episodes = ranks.host_sum([result.steps, max(result.episodes, len(finished))])
+        share_statistics(getattr(self.environment, "normalizer", None))
+        if self.storage is not None and ranks.size() > 1:
+            self.storage.forget_ready()
+        self.scheduler.advance("collect", steps=int(steps), episodes=int(episodes))
         for name in self.scheduler.skipped - self._reported_shortages:
             self._reported_shortages.add(name)
             shortage = self.storage.shortage(name, phase) if self.storage is not None else "no buffers"
@@ -314,6 +321,8 @@ class Orchestrator:
         """
         if self.evaluator is None:
             raise ConfigError("hook 'evaluate' needs an Evaluator, but this run was built without one")
+        if not ranks.is_first():
+            return {}
         step = self.scheduler.totals["env_steps"]
         held_out = self.storage.buffers.get("eval") if self.storage is not None else None
         count = episodes or self.settings.eval_episodes
@@ -353,6 +362,8 @@ class Orchestrator:
     def report(self) -> None:
         """Log the workflow's report on one batch, sampled with a generator of its own."""
         phase = self.scheduler.current_phase()
+        if not ranks.is_first():
+            return
         specs = [runner.hook.batch for runner in self.runners.values() if runner.hook.batch is not None]
         if phase is None or not specs or self.storage is None:
             return
@@ -393,12 +404,14 @@ class Orchestrator:
 
         last: this is the final checkpoint, so a failure is an error whatever `on_save_failure` is.
         """
-        if self.checkpoints is None:
+        if self.checkpoints is None or (tag is not None and not ranks.is_first()):
             return
         self.check_folder()
         state = self.run_state.gather({"cadences": self.cadences.get_state(), **self._own_state()})
         if self._step_open:
             _abandon_episodes(state["collector"])
+        if tag is None:
+            state = with_state_of_ranks(state)
         buffers: Mapping[str, Any] = {}
         if self.storage is not None and tag is None:
             buffers = self.storage.buffers
@@ -408,8 +421,12 @@ class Orchestrator:
             "best_return": self._best_return,
             **self.info,
         }
+        step, save = self.scheduler.totals["env_steps"], self.checkpoints.save
         try:
-            self.checkpoints.save(self.scheduler.totals["env_steps"], state, buffers, info=info, tag=tag)
+            if tag is None:  # no rank goes on before the checkpoint is whole, or none has it
+                ranks.together(lambda: save(step, state, buffers, info=info))
+            else:
+                save(step, state, buffers, info=info, tag=tag)
         except CheckpointError as error:
             if last or self.settings.on_save_failure == "stop":
                 raise
@@ -423,6 +440,7 @@ class Orchestrator:
 
     def restore(self, state: Mapping[str, Any], *, empty_buffers: Sequence[str] = ()) -> None:
         """Continue from a checkpoint's state; `empty_buffers` are buffers whose rows were not restored."""
+        state = state_of_rank(state)
         self.run_state.restore(state, empty_buffers)
         self._reported_shortages = set(self.scheduler.skipped)
         self.cadences.set_state(state["cadences"])
@@ -461,6 +479,11 @@ class Orchestrator:
         self.interrupted = True
 
     def _should_stop(self) -> bool:
+        return self.interrupted
+
+    def _all_stop(self) -> bool:
+        """Whether any rank was asked to stop; all of them save after the same action."""
+        self.interrupted = ranks.any_rank(self.interrupted)
         return self.interrupted
 
     def _finish(self) -> None:
@@ -510,7 +533,8 @@ class Orchestrator:
         """Return whether there is new work that a resumed run can use."""
         start, counters = self._began
         if (
-            isinstance(error, (CheckpointError, RunFolderLostError))
+            ranks.size() > 1  # the others are elsewhere, and a checkpoint needs all of them
+            or isinstance(error, (CheckpointError, RunFolderLostError))
             or self._saved_at == self.scheduler.totals
         ):
             return False

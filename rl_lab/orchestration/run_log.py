@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rl_lab.records import Episode, return_statistics
+from rl_lab.utils import ranks
 from rl_lab.utils.metrics import Stopwatch, prefixed
 
 TICK_SECONDS = 0.2  # between two drawings of the progress display
@@ -128,7 +129,7 @@ class RunLog:
             metrics |= prefixed(kept, prefix)
         collected = {key: total / count for key, (total, count) in self._collect.items()}
         metrics |= prefixed(collected, "collect")
-        statistics = return_statistics(self._episodes)
+        statistics = return_statistics([episode for each in ranks.gather(self._episodes) for episode in each])
         metrics |= prefixed({key.removeprefix("log/"): value for key, value in statistics.items()}, "collect")
         self.last_return = statistics.get("return_mean", self.last_return)
         metrics["collect/episodes"] = totals["episodes"]
@@ -140,6 +141,8 @@ class RunLog:
             if headline and headline.get(name) is not None:
                 metrics[key] = float(headline[name])
         metrics |= failures or {}
+        metrics = ranks.mean_of_dicts(metrics)
+        metrics |= prefixed({key.removeprefix("log/"): value for key, value in statistics.items()}, "collect")
         self._episodes, self._collect = [], {}
         with guard or nullcontext():
             with self.stopwatch("log"):

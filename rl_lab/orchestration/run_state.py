@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from rl_lab.errors import CheckpointError, LabError, unexpected
@@ -14,9 +15,56 @@ from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.remote_collector import RemoteCollector
 from rl_lab.orchestration.updates import Storage
 from rl_lab.protocols import TracksEpisodes, Workflow
+from rl_lab.utils import ranks
 from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION
 from rl_lab.utils.checkpoint.matching import load_matching
+from rl_lab.utils.checkpoint.saveable import to_saveable
 from rl_lab.utils.seeding import Generators
+
+# What each rank has of its own; the rest of a state is the same on all.
+OF_RANK = ("generators", "collector", "storage", "episode_tracking", "workflow_custom", "orchestrator")
+
+
+def with_state_of_ranks(state: dict[str, Any]) -> dict[str, Any]:
+    """Add what the other ranks have of their own, as `ranks`, to the state that the first rank saves."""
+    if ranks.size() == 1:
+        return state
+    mine = to_saveable({key: state[key] for key in OF_RANK if key in state})
+    own = ranks.gather_on_first(_on_host(mine))
+    return {**state, "ranks": own[1:]}
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    return type(value)(_on_host(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def saved_ranks(state: Mapping[str, Any]) -> int:
+    """The number of ranks that a state was saved with."""
+    return 1 + len(state.get("ranks", ()))
+
+
+def state_of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that this rank continues from.
+
+    A rank that the saved run did not have begins with new environments and generators, and with a copy of the
+    replay of rank `rank % saved ranks`.
+    """
+    mine = dict(state)
+    others = [{}, *mine.pop("ranks", ())]
+    mine |= others[ranks.rank() % len(others)]
+    if ranks.rank() >= len(others):
+        mine |= {"collector": {}, "new_rank": True}
+    return mine
+
+
+def share_statistics(normalizer: Any) -> None:
+    """Merge what each rank's environments have added to the observation statistics since the last call."""
+    if normalizer is not None and ranks.size() > 1:
+        normalizer.merge(ranks.gather(normalizer.take_added()))
 
 
 class RunState:
@@ -112,11 +160,24 @@ class RunState:
             self.storage.set_state(state["storage"], skip=empty_buffers)
         if self.collector is not None and state["collector"]:
             self._restore_collector(self.collector, state["collector"])
-        if isinstance(self.workflow, TracksEpisodes):
+        if state.get("new_rank"):
+            self._begin_rank(state)
+        elif isinstance(self.workflow, TracksEpisodes):
             self.workflow._restore_episode_tracking(state["episode_tracking"])
         self.workflow.set_state(state["workflow_custom"])
-        if self.generators is not None:
+        if self.generators is not None and not state.get("new_rank"):
             self.generators.set_state(state["generators"])
+
+    def _begin_rank(self, state: Mapping[str, Any]) -> None:
+        """Of a rank that the saved run did not have: its environments were reset when they were created."""
+        if self.collector is None:
+            return
+        environment, statistics = self.collector.environment, state["observation_statistics"]
+        if self.storage is not None:
+            self.storage.restart_streams(range(environment.num_envs))
+        normalizer = getattr(environment, "normalizer", None)
+        if statistics is not None and normalizer is not None:
+            normalizer.set_state(statistics.get("base", statistics))
 
     def _restore_collector(self, collector: Collector | RemoteCollector, state: Mapping[str, Any]) -> None:
         fresh = collector.set_state(state)

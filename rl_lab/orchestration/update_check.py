@@ -29,6 +29,7 @@ def check_updates(
     *,
     num_envs: int,
     total_timesteps: int | None,
+    ranks: int = 1,
     time_limit: int | None = None,  # decisions per episode, if the config sets a limit
     steps_known: bool = True,  # False: the workflow's own collect_step may take any number of steps
     collects_only: bool = False,  # allow phases that only collect
@@ -71,7 +72,7 @@ def check_updates(
     for _ in range(MAX_SIMULATED_ACTIONS):
         action, phase = scheduler.next_action(), scheduler.current_phase()
         if action is None or phase is None:
-            raise ConfigError(_reason(scheduler, updating, entered, hooks, num_envs, longest_episode))
+            raise ConfigError(_reason(scheduler, updating, entered, hooks, num_envs * ranks, longest_episode))
         if not entered or entered[-1] != phase.name:
             entered.append(phase.name)
         if action in update_hooks(phase):
@@ -79,7 +80,7 @@ def check_updates(
         if action == "collect":
             target = next(iter(phase.buffer), "")
             collected[target] = collected.get(target, 0) + num_envs
-            scheduler.advance(action, steps=num_envs)
+            scheduler.advance(action, steps=num_envs * ranks)
         else:
             scheduler.advance(action)
 

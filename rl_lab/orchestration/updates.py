@@ -19,6 +19,7 @@ from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import PhaseDefinition
 from rl_lab.protocols import BatchSource, Buffer
 from rl_lab.records import AnyHook, Batch, Hook, PlainHook, Spec, TransformHook, UpdateResult
+from rl_lab.utils import ranks
 from rl_lab.utils.metrics import MetricMeter, Stopwatch
 from rl_lab.utils.seeding import Generators
 
@@ -113,7 +114,7 @@ class HookRunner:
         if stream is not None:
             with self.stopwatch("sample"):
                 batch = stream.next()  # the same tensors every time
-        with self.stopwatch("update"), tensor_float(self.tensor_float):
+        with self.stopwatch("update"), tensor_float(self.tensor_float), ranks.joint():
             if isinstance(self.hook, PlainHook):
                 result = self.hook.step(None if batch is None else batch.transitions(), phase=phase)
             else:
@@ -194,7 +195,8 @@ class TransformRunner:
                 columns = self.hook.step(buffer.read(position, count))
             buffer.write(position, columns)
         position += max(count, 0)
-        finished = position >= buffer.total_rows
+        # Ranks may have different numbers of rows: the first to finish has nothing to do in the calls that follow.
+        finished = ranks.all_ranks(position >= buffer.total_rows)
         self.position = 0 if finished else position
         return Done(finished=finished)
 
@@ -229,6 +231,7 @@ class Storage:
         self._adapters = {name: TrajectoryAdapter(spec) for name in self.buffers}
         self._streams: dict[str, BatchStream] = {}
         self._sources: dict[tuple[tuple[str, float], ...], BatchSource] = {}
+        self._ready: dict[tuple[str, str], bool] = {}  # of all ranks, until something is collected
 
     def store(self, phase: PhaseDefinition, trajectory: Mapping[str, Any]) -> None:
         """Add rows, or a trajectory of transitions, to the first buffer of the phase."""
@@ -270,7 +273,16 @@ class Storage:
         hook = self.hooks.get(hook_name)
         if hook is None or hook.batch is None or isinstance(hook, TransformHook):
             return True
-        return self.source(phase).ready(hook.batch)
+        if ranks.size() == 1:
+            return self.source(phase).ready(hook.batch)
+        key = (hook_name, phase.name)
+        if key not in self._ready:
+            self._ready[key] = ranks.all_ranks(self.source(phase).ready(hook.batch))
+        return self._ready[key]
+
+    def forget_ready(self) -> None:
+        """Ask all ranks again whether their buffers have enough data; called on all of them together."""
+        self._ready.clear()
 
     def shortage(self, hook_name: str, phase: PhaseDefinition) -> str:
         spec = self.hooks[hook_name].batch
@@ -388,7 +400,9 @@ class Capture:
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=Capture._pool):
+        # The thread that watches NCCL's exchanges may query events while this thread records.
+        mode = "thread_local" if ranks.joined() else "global"
+        with torch.cuda.graph(graph, pool=Capture._pool, capture_error_mode=mode):
             self._result = self.function(*arguments)
         self._graph = graph
         Capture._pooled.add(graph)

@@ -119,6 +119,27 @@ class WandbWriter:
         self._run.finish()
 
 
+class SilentLogger:
+    """Logs nothing: for the ranks other than the first."""
+
+    run_dir = None
+
+    def scalars(self, metrics: Mapping[str, Any], **counters: Any) -> None: ...
+
+    def image(self, name: str, array: Any, step: int, folder: str | None = None) -> None: ...
+
+    def video(self, name: str, array: Any, step: int, fps: float = 15, folder: str = "") -> None: ...
+
+    def text(self, name: str, text: str, step: int = 0) -> None: ...
+
+    def metrics_bytes(self) -> int:
+        return 0
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 TRACKIO_FILE = "trackio_run.txt"  # the run's name there: a resumed run continues it
 
 

@@ -66,10 +66,13 @@ class WorkflowContext:
     global_step: int = 0
     trains: bool = False  # False for an agent that only acts and has no optimizers
 
+    def modules(self) -> list[nn.Module]:
+        """All components and controllers with parameters."""
+        return [self.components, *(module for _, module in self.controller_manager.modules())]
+
     def count_parameters(self) -> int:
         """Number of parameters of all components and controllers."""
-        modules = [self.components, *(module for _, module in self.controller_manager.modules())]
-        return sum(p.numel() for module in modules for p in module.parameters())
+        return sum(p.numel() for module in self.modules() for p in module.parameters())
 
     def component(self, name: str, *methods: str) -> Any:
         """The component of that name. Raises if it lacks one of the methods, which the workflow will call."""

@@ -13,12 +13,14 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from rl_lab.components.nn.accumulation import mean_of_parts, split_noise
+from rl_lab.components.nn.normalizer import LimitsNormalizer
 from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.components.nn.training_step import NonFiniteGuard, optimizer_step
 from rl_lab.errors import ConfigError
@@ -35,9 +37,10 @@ from rl_lab.records import (
     TransformHook,
     UpdateResult,
 )
+from rl_lab.utils.ranks import mean_over_ranks
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
-from rl_lab.workflows.settings import Settings
+from rl_lab.workflows.settings import Settings, check_parts
 
 Tensors = Mapping[str, torch.Tensor]
 HISTORY = "history/"  # prefix of the last observations in the policy state
@@ -56,12 +59,14 @@ class ImitationSettings(Settings):
     action_horizon: int
     average_power: float
     average_limit: float
+    grad_acc_steps: int = field(default=1, kw_only=True)
 
     def check(self) -> None:
         if min(self.observation_horizon, self.action_horizon, self.updates, self.batch_size) < 1:
             raise ConfigError(
                 "algorithm.observation_horizon, action_horizon, updates and batch_size must be at least 1"
             )
+        check_parts(self.grad_acc_steps, self.batch_size)
         needed = self.observation_horizon - 1 + self.action_horizon
         if self.horizon < needed:
             raise ConfigError(
@@ -80,6 +85,12 @@ class Windows:
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
         """(B,) -> 0-d"""
         return (self.weight * loss).mean()
+
+    def split(self, parts: int) -> list[Windows]:
+        """Equal parts; the weights of all together have mean 1."""
+        obs = {name: value.chunk(parts) for name, value in self.obs.items()}
+        action, weight = self.action.chunk(parts), self.weight.chunk(parts)
+        return [Windows({k: v[i] for k, v in obs.items()}, action[i], weight[i]) for i in range(parts)]
 
 
 class ImitationWorkflow(WorldModelWorkflow):
@@ -130,6 +141,8 @@ class ImitationWorkflow(WorldModelWorkflow):
     def hooks(self) -> dict[str, AnyHook]:
         s = self.settings
         noise = {"start": NoiseSpec((s.batch_size,)), **self._noise()}
+        if s.grad_acc_steps > 1 and "dropout" in noise:
+            noise["dropout"] = NoiseSpec((s.grad_acc_steps, *noise["dropout"].shape))
         if self.encoder.images:
             shape = (len(self.encoder.images), s.batch_size * s.observation_horizon, 2)
             noise["crop"] = NoiseSpec(shape)
@@ -159,6 +172,9 @@ class ImitationWorkflow(WorldModelWorkflow):
 
     def _scalars(self, phase: PhaseConfig, counters: Mapping[str, int]) -> dict[str, float]:
         if not self._measured:
+            for part in (*self.normalizer.modules(), *self.encoder.modules()):
+                if isinstance(part, LimitsNormalizer):
+                    part.share()
             if not (self.normalizer.measured and self.encoder.measured):
                 raise ConfigError(
                     "training.phases: the hook `measure` must run before `update`, in a phase of type offline"
@@ -172,12 +188,14 @@ class ImitationWorkflow(WorldModelWorkflow):
         }
 
     def _update(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        parts = self.settings.grad_acc_steps
         with self.products():
-            windows = self._windows(batch, noise["start"])
-            with self.autocast():
-                loss = windows.mean(
-                    self._loss(windows, self._features(windows.obs, noise.get("crop")), noise)
-                )
+            windows = self._windows(batch, noise["start"]).split(parts)
+            shares = split_noise(noise, parts, {"crop": 1})
+            if parts > 1 and "dropout" in noise:  # seeds for each part
+                shares = [{**share, "dropout": share["dropout"][0]} for share in shares]
+            losses = [partial(self._loss_of_part, *share) for share in zip(windows, shares)]
+            loss, _ = mean_of_parts(losses, [p for part in self.parts.values() for p in part])
             metrics, _ = optimizer_step(
                 loss,
                 [self.optimizer],
@@ -188,6 +206,11 @@ class ImitationWorkflow(WorldModelWorkflow):
             self.encoder.update_slow(scalars["average_rate"])
             self.policy.update_slow(scalars["average_rate"])
         return UpdateResult({**metrics, "learning_rate_scale": scalars["learning_rate_scale"].clone()})
+
+    def _loss_of_part(self, windows: Windows, noise: Tensors) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        with self.autocast():
+            features = self._features(windows.obs, noise.get("crop"))
+            return windows.mean(self._loss(windows, features, noise)), {}
 
     @abc.abstractmethod
     def _loss(self, windows: Windows, features: torch.Tensor, noise: Tensors) -> torch.Tensor:
@@ -218,7 +241,7 @@ class ImitationWorkflow(WorldModelWorkflow):
         return Windows(
             {name: value[which, seen].flatten(0, 1) for name, value in batch.obs.items()},
             self.normalizer(batch.action[which, rows]),
-            weight / weight.mean(),
+            weight / mean_over_ranks(weight.mean()),
         )
 
     def _features(

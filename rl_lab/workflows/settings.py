@@ -34,6 +34,14 @@ class Settings:
         """Raise ConfigError for a value that its type allows and the algorithm does not."""
 
 
+def check_parts(steps: int, batch_size: int) -> None:
+    """Raise ConfigError unless a batch has `algorithm.grad_acc_steps` equal parts."""
+    if steps < 1 or batch_size % steps:
+        raise ConfigError(
+            f"algorithm.grad_acc_steps is {steps}: choose a divisor of algorithm.batch_size ({batch_size})"
+        )
+
+
 @dataclass(frozen=True)
 class NoSettings(Settings):
     """Of a workflow that reads nothing from `algorithm`."""

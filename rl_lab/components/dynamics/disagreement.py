@@ -8,6 +8,7 @@ from torch import nn
 from rl_lab.components.nn.ensemble import EnsembleMLP
 from rl_lab.errors import ConfigError
 from rl_lab.records import Spec
+from rl_lab.utils.ranks import count_over_ranks
 
 
 class LatentDisagreement(nn.Module):
@@ -49,4 +50,4 @@ class LatentDisagreement(nn.Module):
     ) -> torch.Tensor:
         """Squared error, summed over members and target, mean over the rows where mask (…) is True: 0-d."""
         error = (self(feature, action).float() - target).square().sum(-1).sum(0)
-        return (error * mask).sum() / mask.sum().clamp(min=1.0)
+        return (error * mask).sum() / count_over_ranks(mask.sum().to(error.dtype))

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rl_lab.errors import ConfigError, one_line
+from rl_lab.utils.ranks import count_over_ranks
 
 
 @dataclass
@@ -32,12 +33,15 @@ class LossWithIntermediateLosses:
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Mean of values where mask, over their leading dimensions, is True; 0 if it is nowhere True."""
+    """Mean of values where mask, over their leading dimensions, is True; 0 if it is nowhere True.
+
+    With several ranks their mean is that of the joint batch.
+    """
     if mask is None:
         return values.mean()
     weight = mask.to(values.dtype)
     weight = weight.view(*mask.shape, *[1] * (values.ndim - mask.ndim)).expand_as(values)
-    return (values * weight).sum() / weight.sum().clamp(min=1.0)
+    return (values * weight).sum() / count_over_ranks(weight.sum())
 
 
 NO_REWARD = 0.05  # in absolute value; a predicted mean of rewards is never exactly 0

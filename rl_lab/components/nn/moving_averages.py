@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from rl_lab.utils.ranks import rows_of_ranks
 
 
 class SlowCopy(nn.Module):
@@ -92,6 +96,7 @@ class ReturnNormalizer(nn.Module):
         super().__init__()
         self.rate = rate
         self.limit = limit
+        self._kept: list[torch.Tensor] | None = None
         self.register_buffer("low", torch.zeros(()))  # starts at 0 and is not debiased, as in the original
         self.register_buffer("high", torch.zeros(()))
         self.register_buffer("percentiles", torch.tensor([low, high]), persistent=False)
@@ -99,11 +104,27 @@ class ReturnNormalizer(nn.Module):
     @torch.no_grad()
     def update(self, returns: torch.Tensor) -> torch.Tensor:
         """Update the averages with these returns (any shape); returns the scale to divide by (0-d)."""
-        low, high = torch.quantile(returns.float().flatten(), self.percentiles).unbind()
+        if self._kept is not None:
+            self._kept.append(returns.float().flatten())
+            return self.scale()
+        joint = rows_of_ranks(returns.float().flatten())
+        low, high = torch.quantile(joint, self.percentiles).unbind()
         finite = torch.isfinite(low) & torch.isfinite(high)  # a masked update must not change the average
         self.low.copy_(torch.where(finite, self.low.lerp(low, self.rate), self.low))
         self.high.copy_(torch.where(finite, self.high.lerp(high, self.rate), self.high))
         return self.scale()
+
+    @contextmanager
+    def one_update(self) -> Iterator[None]:
+        """Inside, `update` keeps the returns of parts of a batch; the averages are updated once, at the end."""
+        self._kept = []
+        try:
+            yield
+            kept = self._kept
+        finally:
+            self._kept = None
+        if kept:
+            self.update(torch.cat(kept))
 
     def scale(self) -> torch.Tensor:
         return (self.high - self.low).clamp(min=self.limit)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from rl_lab.records import Spec
+from rl_lab.utils.ranks import extremes_over_ranks_
 
 SMALLEST_RANGE = 1e-4  # real-stanford/diffusion_policy @ 5ba07ac, model/common/normalizer.py: range_eps
 
@@ -35,6 +36,10 @@ class LimitsNormalizer(nn.Module):
         if len(values):
             self.low.copy_(torch.minimum(self.low, values.amin(0)))
             self.high.copy_(torch.maximum(self.high, values.amax(0)))
+
+    def share(self) -> None:
+        """Widen the limits to those that any rank has measured."""
+        extremes_over_ranks_(self.low, self.high)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """(…, D) -> (…, D)"""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from rl_lab.errors import ConfigError
 from rl_lab.records import Quantized
+from rl_lab.utils.ranks import active, count_over_ranks, mean_over_ranks, rows_of_ranks
 
 
 def straight_through(vectors: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -41,6 +42,18 @@ def entropy_bits(shares: torch.Tensor) -> torch.Tensor:
 def _shuffled(first: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """A permutation (N,): the places where `first` (N,) is True in random order, then the others."""
     return torch.argsort(noise + 2.0 * ~first, stable=True)
+
+
+def _joint_batch(
+    vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What all ranks give to `EMAQuantizer.learn`, in the order of the ranks."""
+    if not active():
+        return vectors, tokens, mask, noise
+    count = len(mask)
+    codes = rows_of_ranks(noise[None, count:])[0]
+    joint = torch.cat([rows_of_ranks(noise[:count]), codes])
+    return rows_of_ranks(vectors), rows_of_ranks(tokens), rows_of_ranks(mask.to(torch.uint8)).bool(), joint
 
 
 class VectorQuantizer(nn.Module):
@@ -141,7 +154,11 @@ class EMAQuantizer(nn.Module):
     def learn(
         self, vectors: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor
     ) -> None:
-        """vectors: (M, dim) as passed to `forward`, tokens (M,), mask (M,) bool, noise (M + vocab,) uniform."""
+        """vectors: (M, dim) as passed to `forward`, tokens (M,), mask (M,) bool, noise (M + vocab,) uniform.
+
+        With several ranks each learns from the vectors of all, with the first rank's noise for the codes.
+        """
+        vectors, tokens, mask, noise = _joint_batch(vectors, tokens, mask, noise)
         with torch.autocast(vectors.device.type, enabled=False):
             vectors = F.normalize(vectors.float(), dim=-1)
             chosen, shares = code_shares(tokens, self.vocab, mask)
@@ -275,7 +292,8 @@ class LFQ(nn.Module):
             mean = shares.mean(0)
         else:
             weight = mask.to(shares.dtype)
-            mean = weight @ shares / weight.sum().clamp(min=1.0)
+            mean = weight @ shares / count_over_ranks(weight.sum())
+        mean = mean_over_ranks(mean)
         return each + (mean * mean.clamp(min=1e-10).log()).sum()
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from rl_lab.utils import ranks
+
 
 class NonFiniteGuard(nn.Module):
     """Counts updates on the device, and records which were masked because a value was not finite.
@@ -39,13 +41,6 @@ class NonFiniteGuard(nn.Module):
     def report(self) -> dict[str, int]:
         """The four counters, copied to the host."""
         return {name: int(buffer) for name, buffer in self.named_buffers()}
-
-
-AverageGradients = Callable[[list[torch.Tensor]], None]
-
-
-def keep_gradients(gradients: list[torch.Tensor]) -> None:
-    """Gradient averaging for one process: does nothing."""
 
 
 class Gradients(NamedTuple):
@@ -97,11 +92,15 @@ def optimizer_step(
     learning_rate_scale: torch.Tensor | None = None,  # 0-d
     max_grad_norm: float | None = None,
     clip_norms: Sequence[float] = (),  # of the gradients of each optimizer; 0: no limit
-    average_gradients: AverageGradients = keep_gradients,
+    # Changes the averaged gradients in place, before their norm is taken.
+    limit_gradients: Callable[[list[torch.Tensor]], None] | None = None,
     # Gradients of further losses; called after the backward pass of `loss`.
     extra_gradients: Callable[[], Gradients] | None = None,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Backward pass, then one step of every optimizer with gradients. Fixed shapes, no device-to-host copies.
+
+    With several ranks (utils/ranks.py) the gradients and the loss are averaged over them, so that all take the same
+    step, or mask it.
 
     A non-finite loss or gradient norm masks the step on the device: by `found_inf` if the optimizer supports
     it (LaProp, torch's fused optimizers), else by zero gradients (momentum then still decays and changes the
@@ -122,7 +121,11 @@ def optimizer_step(
     gradients = [
         p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None
     ]
-    average_gradients(gradients)
+    if ranks.active():
+        loss = loss.clone()
+        ranks.average_over_ranks_([*gradients, loss])
+    if limit_gradients is not None:
+        limit_gradients(gradients)
 
     metrics, norm = gradient_norms(parts)
     masked = guard.check(loss, norm)

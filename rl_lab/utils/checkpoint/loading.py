@@ -218,12 +218,19 @@ def _checked_dict(state: Any, path: Path) -> dict[str, Any]:
     return state
 
 
+def entry_name(buffer: str, rank: int) -> str:
+    """Name of a rank's buffer in the manifest, and of its folder of replay files."""
+    return f"rank{rank}.{buffer}" if rank else buffer
+
+
 def restore_buffers(
     loaded: Loaded,
     buffers: Mapping[str, Any],
     *,
     into: Path | None = None,
     on_warning: Warn | None = None,
+    rank: int = 0,
+    saved_rank: int = 0,
 ) -> list[str]:
     """Restore buffers from a checkpoint's replay; returns the names of buffers with missing rows.
 
@@ -231,32 +238,34 @@ def restore_buffers(
 
     into: the checkpoints folder that the run will save to. Replay stored elsewhere is first linked (or
     copied) there.
+    saved_rank: the rank whose replay this `rank` restores
     """
     entries = loaded.manifest["buffers"] if loaded.manifest and loaded.complete else {}
     source = loaded.folder / REPLAY_FOLDER
     target = source if into is None else Path(into) / REPLAY_FOLDER
     incomplete = []
     for name, buffer in buffers.items():
-        if name not in entries:
+        saved, own = entry_name(name, saved_rank), entry_name(name, rank)
+        if saved not in entries:
             incomplete.append(name)
             emit_warning(f"{loaded.path} has no replay for buffer '{name}': it starts empty", on_warning)
             continue
-        damaged = loaded.damaged.get(name, {})
+        damaged = loaded.damaged.get(saved, {})
         try:
-            if target.resolve() != source.resolve():
-                for file in entries[name].get("files", {}):
+            if (target / own).resolve() != (source / saved).resolve():
+                for file in entries[saved].get("files", {}):
                     if file not in damaged:
-                        _link_or_copy(source / name / file, target / name / file)
+                        _link_or_copy(source / saved / file, target / own / file)
             if damaged:
                 incomplete.append(name)
-                _restore_partially(loaded, name, buffer, target / name, on_warning)
+                _restore_partially(loaded, saved, buffer, target / own, on_warning)
             else:
-                buffer.restore(target / name, entries[name])
+                buffer.restore(target / own, entries[saved])
         except LabError:
             raise
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
-                f"{target / name}: replay of buffer '{name}' cannot be restored "
+                f"{target / own}: replay of buffer '{name}' cannot be restored "
                 f"({type(error).__name__}: {error})"
             ) from error
     return incomplete

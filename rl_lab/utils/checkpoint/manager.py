@@ -23,11 +23,13 @@ from typing import Any, Protocol
 import torch
 
 from rl_lab.errors import CheckpointError, ConfigError, closest
+from rl_lab.utils import ranks
 from rl_lab.utils.checkpoint.loading import (
     ON_DAMAGED_REPLAY,
     Loaded,
     Warn,
     emit_warning,
+    entry_name,
     load_checkpoint,
     manifest_step,
     manifests,
@@ -273,10 +275,20 @@ class CheckpointManager:
     def restore_buffers(self, loaded: Loaded, buffers: Mapping[str, Buffer]) -> list[str]:
         """Restore the buffers; returns the names of those with missing rows, and warns about each.
 
+        Each rank restores its own, or, if the saved run had fewer ranks, a copy of that of another.
+
         Replay of another run is first linked or copied into this run's folder: the next checkpoint writes
         only new rows and must not depend on the other run.
         """
-        return restore_buffers(loaded, buffers, into=self.folder, on_warning=self.on_warning)
+        saved_rank = ranks.rank() % (1 + len(loaded.state.get("ranks", ())))
+        return restore_buffers(
+            loaded,
+            buffers,
+            into=self.folder,
+            on_warning=self.on_warning,
+            rank=ranks.rank(),
+            saved_rank=saved_rank,
+        )
 
     def save(
         self,
@@ -301,12 +313,24 @@ class CheckpointManager:
                 )
             state = {key: value for key, value in state.items() if key in self.weight_keys}
             buffers = None
-        data = to_saveable({"version": CHECKPOINT_VERSION, **state})
-        self._remove_leftovers()
+        data: dict[str, Any] = {}
+
+        def write_own() -> dict[str, dict[str, Any]]:
+            if ranks.is_first():
+                data.update(to_saveable({"version": CHECKPOINT_VERSION, **state}))
+            return self._save_buffers(step, buffers or {})
+
         name = tag or f"step_{step:09d}"
+        if tag is None:  # the replay of all ranks is written before the first one writes the rest
+            ranks.from_first(self._remove_leftovers)
+            parts = ranks.together(write_own)
+        else:  # only the first rank is here
+            self._remove_leftovers()
+            parts = [write_own()]
+        entries = {key: entry for part in parts for key, entry in part.items()}
+        if not ranks.is_first():
+            return self.folder / f"{name}.pt"
         with self._as_checkpoint_error(step, "replay"):
-            make_folder(self.folder)
-            entries = {key: self._save_buffer(key, buffer) for key, buffer in (buffers or {}).items()}
             # Files of failed saves must not accumulate, above all on a full disk.
             delete_unused(self.folder, named_replay(self.folder, {"buffers": entries}), replay=tag is None)
         path = self._unused_state_file(name, step if tag else None)
@@ -327,6 +351,12 @@ class CheckpointManager:
         link(self.folder, f"{tag or 'last'}.pt", path.name, self.on_warning)
         self._clean(None if tag else step)
         return path
+
+    def _save_buffers(self, step: int, buffers: Mapping[str, Buffer]) -> dict[str, dict[str, Any]]:
+        with self._as_checkpoint_error(step, "replay"):
+            make_folder(self.folder)
+            named = {entry_name(key, ranks.rank()): buffer for key, buffer in buffers.items()}
+            return {name: self._save_buffer(name, buffer) for name, buffer in named.items()}
 
     def _save_buffer(self, name: str, buffer: Buffer) -> dict[str, Any]:
         folder = self.folder / REPLAY_FOLDER / name

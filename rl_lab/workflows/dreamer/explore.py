@@ -25,7 +25,13 @@ from rl_lab.workflows.dreamer.losses import (
     mean_losses,
 )
 from rl_lab.workflows.dreamer.settings import DreamerSettings, ExploreSettings
-from rl_lab.workflows.dreamer.workflow import ActorCriticGradients, DreamerWorkflow, State, Tensors
+from rl_lab.workflows.dreamer.workflow import (
+    ActorCriticGradients,
+    Computed,
+    DreamerWorkflow,
+    State,
+    Tensors,
+)
 
 
 class ExploreWorkflow(DreamerWorkflow):
@@ -55,6 +61,11 @@ class ExploreWorkflow(DreamerWorkflow):
         return {**hooks, "explore": explore}
 
     def _explore_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        result = self._update(self._compute_explorer, batch, scalars, noise)
+        self.explorer_critic.update_slow(self.settings.slow_critic_rate)
+        return result
+
+    def _compute_explorer(self, batch: Batch, scalars: Tensors, noise: Tensors) -> Computed:
         side_stream = partial(SideStream, fast=self.fast, device=self.device)
         with self.autocast():
             states, posterior = self.infer(batch, noise["posterior"])
@@ -65,9 +76,7 @@ class ExploreWorkflow(DreamerWorkflow):
             del losses["reward"], metrics["reward_share"]
             rollouts = imagination.join()
             explorer = side_stream(self._explorer_gradients, batch, states, feature, rollouts, scalars)
-        result = self._finish(losses, scalars, metrics, batch, states, actor_critic=explorer)
-        self.explorer_critic.update_slow(self.settings.slow_critic_rate)
-        return result
+        return Computed(losses, metrics, states, explorer)
 
     def _exploring_rollouts(
         self, states: State, noise: Tensors, terminated: torch.Tensor

@@ -16,6 +16,7 @@ import torch
 
 from rl_lab.components.nn.latents import CategoricalLatent, Latent
 from rl_lab.components.nn.losses import reward_share
+from rl_lab.utils.ranks import clamp_mean
 
 Losses = dict[str, torch.Tensor]
 
@@ -57,13 +58,10 @@ def kl_losses(
         "prior_entropy": latent.entropy(prior.detach()).mean(),
         "posterior_entropy": latent.entropy(posterior.detach()).mean(),
     }
+    losses = {"dynamics": dynamics, "representation": representation}
     if free_mean:
-        dynamics, representation = dynamics.mean(), representation.mean()
-    losses = {
-        "dynamics": dynamics.clamp(min=free_nats),
-        "representation": representation.clamp(min=free_nats),
-    }
-    return losses, metrics
+        return {name: clamp_mean(loss.mean(), free_nats) for name, loss in losses.items()}, metrics
+    return {name: loss.clamp(min=free_nats) for name, loss in losses.items()}, metrics
 
 
 class ImaginedRollouts(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypedDict
 
 from rl_lab.errors import ConfigError
 from rl_lab.utils.settings import INTERPOLATED
-from rl_lab.workflows.settings import Settings
+from rl_lab.workflows.settings import Settings, check_parts
 
 LossScales = TypedDict(
     "LossScales",
@@ -59,6 +59,7 @@ class DreamerSettings(Settings):
     slow_critic_rate: float
     max_grad_norm: float
     loss_scales: Annotated[dict[str, float], LossScales]
+    grad_acc_steps: int = 1
     # Switches of earlier versions; the defaults are those of today, for configs that were saved before these existed.
     free_mean: bool = False
     discount_in_continue: bool = True
@@ -84,6 +85,7 @@ class DreamerSettings(Settings):
             raise ConfigError(
                 f"algorithm.replay_context is {self.replay_context}: set it to 0 or 1 (stored latents)"
             )
+        check_parts(self.grad_acc_steps, self.batch_size)
         if self.batch_length < 2:
             raise ConfigError("algorithm.batch_length must be at least 2: a return needs a next step")
         if not 0 <= self.imagination_last <= self.batch_length or self.imagination_last == 1:

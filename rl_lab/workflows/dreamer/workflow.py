@@ -10,23 +10,23 @@ functions are in `losses.py`. docs/algorithms/dreamer.md lists the differences f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from rl_lab.components.nn.accumulation import split_batch, split_noise
 from rl_lab.components.nn.fast_path import SideStream
 from rl_lab.components.nn.losses import reward_share
+from rl_lab.components.nn.moving_averages import ReturnNormalizer
 from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
 from rl_lab.components.nn.training_step import (
-    AverageGradients,
     Gradients,
     NonFiniteGuard,
     find_gradients,
     join_gradients,
-    keep_gradients,
     optimizer_step,
 )
 from rl_lab.components.representation_learners.rssm_fast import FrozenDynamics, imagine, imagine_with_gradient
@@ -264,6 +264,19 @@ class ActorCriticGradients(NamedTuple):
     metrics: dict[str, torch.Tensor]
 
 
+class Computed(NamedTuple):
+    """What one pass over a batch, or over a part of it, gives to the optimizer step."""
+
+    losses: Losses
+    metrics: dict[str, torch.Tensor]
+    states: State | None = None  # latents to write back
+    actor_critic: SideStream[ActorCriticGradients] | None = None
+
+
+# Dimension of the batch in noise, where it is not the first.
+NOISE_DIMS: Mapping[str, int | None] = {"prior": 1, "action": 1}
+
+
 class DreamerWorkflow(DreamerActing):
     """Dreamer with the parts of `DreamerActing`, and any optimizers that together train all of them."""
 
@@ -281,7 +294,6 @@ class DreamerWorkflow(DreamerActing):
         self.parts = {name: list(module.parameters()) for name, module in modules.items()}
         context.check_trained(self.parts, context.optimizers)
         self.guard = NonFiniteGuard().to(self.device)
-        self.average_gradients: AverageGradients = keep_gradients
 
     def _clip_norms(self, context: WorkflowContext) -> list[float]:
         """The limit of each optimizer's gradient norm; 0: none."""
@@ -321,6 +333,15 @@ class DreamerWorkflow(DreamerActing):
         }
 
     def _fused_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        return self._update(self._compute_both, batch, scalars, noise)
+
+    def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        return self._update(self._compute_world_model, batch, scalars, noise)
+
+    def _controller_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+        return self._update(self._compute_controller, batch, scalars, noise)
+
+    def _compute_both(self, batch: Batch, scalars: Tensors, noise: Tensors) -> Computed:
         side_stream = partial(SideStream, fast=self.fast, device=self.device)
         with self.autocast():
             states, posterior = self.infer(batch, noise["posterior"])
@@ -332,15 +353,15 @@ class DreamerWorkflow(DreamerActing):
             rollouts = imagination.join()
             actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars)
             losses.update(self._replay_value_loss(batch, feature, rollouts.returns))
-        return self._finish(losses, scalars, metrics, batch, states, actor_critic=actor_critic)
+        return Computed(losses, metrics, states, actor_critic)
 
-    def _world_model_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+    def _compute_world_model(self, batch: Batch, scalars: Tensors, noise: Tensors) -> Computed:
         with self.autocast():
             states, posterior = self.infer(batch, noise["posterior"])
             losses, metrics = self._world_model_losses(batch, states, posterior, self.rssm.feature(states))
-        return self._finish(losses, scalars, metrics, batch, states)
+        return Computed(losses, metrics, states)
 
-    def _controller_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
+    def _compute_controller(self, batch: Batch, scalars: Tensors, noise: Tensors) -> Computed:
         side_stream = partial(SideStream, fast=self.fast, device=self.device)
         with self.autocast():
             with torch.no_grad():
@@ -350,7 +371,7 @@ class DreamerWorkflow(DreamerActing):
             rollouts = side_stream(self._imagine_rollouts, states, noise, batch.terminated).join()
             actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars)
             losses = self._replay_value_loss(batch, feature, rollouts.returns)
-        return self._finish(losses, scalars, {}, batch, None, actor_critic=actor_critic)
+        return Computed(losses, {}, actor_critic=actor_critic)
 
     # ---------------------------------------------------------------- losses
 
@@ -470,36 +491,99 @@ class DreamerWorkflow(DreamerActing):
         )
         return {"replay_value": loss.mean()}
 
-    def _finish(
+    def _update(
         self,
-        losses: Losses,
-        scalars: Tensors,
-        metrics: dict[str, torch.Tensor],
+        compute: Callable[[Batch, Tensors, Tensors], Computed],
         batch: Batch,
-        states: State | None,  # latents to write back
-        *,
-        actor_critic: SideStream[ActorCriticGradients] | None = None,
+        scalars: Tensors,
+        noise: Tensors,
     ) -> UpdateResult:
-        step_metrics, masked = optimizer_step(
-            self._total(losses),
+        """One optimizer step with the gradients of a batch."""
+        if self.settings.grad_acc_steps > 1:
+            return self._accumulated_update(compute, batch, scalars, noise)
+        losses, metrics, states, actor_critic = compute(batch, scalars, noise)
+        extra = None if actor_critic is None else lambda: actor_critic.join().gradients
+        step_metrics, masked = self._optimizer_step(self._total(losses), scalars, extra)
+        if actor_critic is not None:
+            losses = {**losses, **actor_critic.join().losses}
+            metrics = {**metrics, **actor_critic.join().metrics}
+        return self._finish(losses, {**metrics, **step_metrics}, batch, states, masked)
+
+    def _accumulated_update(
+        self,
+        compute: Callable[[Batch, Tensors, Tensors], Computed],
+        batch: Batch,
+        scalars: Tensors,
+        noise: Tensors,
+    ) -> UpdateResult:
+        """`_update` with the mean gradient of `grad_acc_steps` parts, each of which is freed before the next.
+
+        The scale of the returns is that from before this update, and is updated with the returns of all parts.
+        """
+        parts = self.settings.grad_acc_steps
+        parameters = [p for part in self.parts.values() for p in part]
+        gradients: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+        sums: dict[str, dict[str, torch.Tensor]] = {"losses": {}, "metrics": {}}
+        loss = torch.zeros((), device=self.device)
+        states: list[State] = []
+        with ExitStack() as stack:
+            for name in self.trained_parts:
+                for module in getattr(self, name).modules():
+                    if isinstance(module, ReturnNormalizer):
+                        stack.enter_context(module.one_update())
+            for part, part_noise in zip(split_batch(batch, parts), split_noise(noise, parts, NOISE_DIMS)):
+                computed = compute(part, scalars, part_noise)
+                found = [find_gradients(self._total(computed.losses), parameters)]
+                losses, metrics = dict(computed.losses), dict(computed.metrics)
+                if computed.actor_critic is not None:
+                    more = computed.actor_critic.join()
+                    found.append(more.gradients)
+                    losses, metrics = {**losses, **more.losses}, {**metrics, **more.metrics}
+                for p, gradient in (pair for each in found for pair in each.found):
+                    before = gradients.get(id(p))
+                    gradients[id(p)] = (
+                        p,
+                        gradient / parts if before is None else before[1] + gradient / parts,
+                    )
+                loss = loss + torch.stack([each.loss for each in found]).sum() / parts
+                for kind, values in (("losses", losses), ("metrics", metrics)):
+                    for key, value in values.items():
+                        sums[kind][key] = sums[kind].get(key, 0.0) + value.detach() / parts
+                if computed.states is not None:
+                    states.append({key: value.detach() for key, value in computed.states.items()})
+        joint = Gradients(loss, list(gradients.values()))
+        step_metrics, masked = self._optimizer_step(self._total({}), scalars, lambda: joint)
+        joined = {key: torch.cat([state[key] for state in states]) for key in states[0]} if states else None
+        return self._finish(sums["losses"], {**sums["metrics"], **step_metrics}, batch, joined, masked)
+
+    def _optimizer_step(
+        self, loss: torch.Tensor, scalars: Tensors, extra: Callable[[], Gradients] | None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        return optimizer_step(
+            loss,
             self.optimizers,
             self.parts,
             guard=self.guard,
             learning_rate_scale=scalars["learning_rate_scale"],
             max_grad_norm=self.settings.max_grad_norm or None,
             clip_norms=self.clip_norms,
-            average_gradients=self.average_gradients,
-            extra_gradients=None if actor_critic is None else lambda: actor_critic.join().gradients,
+            extra_gradients=extra,
         )
-        if actor_critic is not None:
-            losses = {**losses, **actor_critic.join().losses}
-            metrics = {**metrics, **actor_critic.join().metrics}
+
+    def _finish(
+        self,
+        losses: Losses,
+        metrics: dict[str, torch.Tensor],
+        batch: Batch,
+        states: State | None,  # latents to write back
+        masked: torch.Tensor,
+    ) -> UpdateResult:
+        """What follows an optimizer step: the slow critic, metrics, latents."""
         if "critic" in losses:
             self.critic.update_slow(self.settings.slow_critic_rate)
         for name, value in losses.items():
             part = "controller/" if name in CONTROLLER_LOSSES else ""
             metrics[f"{part}loss/{name}"] = value.detach()
-        metrics = {**metrics, **step_metrics}
         return UpdateResult(metrics, self._latents_to_store(batch, states, masked))
 
     def _total(self, losses: Losses) -> torch.Tensor:

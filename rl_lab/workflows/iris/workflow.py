@@ -11,7 +11,7 @@ The config selects the algorithm by its parts and values: configs/experiment/iri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -19,13 +19,12 @@ from typing import Any, Literal
 import torch
 
 from rl_lab.components.dynamics.backbones import copy_state
+from rl_lab.components.nn.accumulation import accumulated_loss
 from rl_lab.components.nn.losses import LossWithIntermediateLosses
 from rl_lab.components.nn.moving_averages import SlowCopy
 from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.components.nn.training_step import (
-    AverageGradients,
     NonFiniteGuard,
-    keep_gradients,
     optimizer_step,
 )
 from rl_lab.components.representation_learners.tokenizer import no_action, to_frames, to_pixels
@@ -49,7 +48,6 @@ from rl_lab.workflows.iris.report import iris_report
 from rl_lab.workflows.iris.settings import IrisSettings
 
 Tensors = Mapping[str, torch.Tensor]
-Metrics = dict[str, torch.Tensor]
 Acted = tuple[torch.Tensor, PolicyState, dict[str, torch.Tensor]]
 
 
@@ -274,7 +272,6 @@ class IrisWorkflow(IrisActing):
         for name, module in self.modules.items():
             context.check_trained({name: module.parameters()}, {name: self.optimizers[name]}, name)
         self.guards = {name: NonFiniteGuard().to(self.device) for name in self.modules}
-        self.average_gradients: AverageGradients = keep_gradients
         self.slow = SlowCopy(self.actor_critic).to(self.device) if s.target_rate > 0.0 else None
         self.policy_loss = ImaginedPolicyLoss(
             returns=self.return_computer,
@@ -401,7 +398,6 @@ class IrisWorkflow(IrisActing):
             guard=self.guards[name],
             learning_rate_scale=scalars["learning_rate_scale"],
             max_grad_norm=settings.max_grad_norm or None,
-            average_gradients=self.average_gradients,
         )
         kept = {key: value for key, value in step_metrics.items() if "/" not in key}
         return UpdateResult({**metrics, **kept})
@@ -435,53 +431,3 @@ class IrisWorkflow(IrisActing):
             self.slow.load_state_dict(state["slow"])
         if "environments" in state:
             self.world_model.set_environment_state(state["environments"])
-
-
-# ---------------------------------------------------------------- gradient accumulation
-
-
-def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    """Split the sequences of a batch into `parts` equal parts."""
-    if parts == 1:
-        return [batch]
-    columns = {name: value.chunk(parts) for name, value in batch.columns.items()}
-    masks = batch.mask.chunk(parts) if batch.mask is not None else (None,) * parts
-    return [Batch({name: value[i] for name, value in columns.items()}, mask=masks[i]) for i in range(parts)]
-
-
-def split_noise(noise: Tensors, parts: int) -> list[dict[str, torch.Tensor]]:
-    """Split noise along its first dimension, which is the batch or the number of parts."""
-    chunks = {name: value.chunk(parts) for name, value in noise.items()}
-    return [{name: value[i] for name, value in chunks.items()} for i in range(parts)]
-
-
-def accumulated_loss(
-    loss: Callable[[Batch, dict[str, torch.Tensor]], tuple[torch.Tensor, Metrics]],
-    batch: Batch,
-    noise: Tensors,
-    parameters: Sequence[torch.nn.Parameter],
-    parts: int,
-) -> tuple[torch.Tensor, Metrics]:
-    """Mean loss (0-d) and metrics over `parts` parts of a batch; its backward pass gives the mean gradient.
-
-    To save memory, the graph of each part is freed before the next one is built. The returned scalar has the
-    value of the loss and is linear in the parameters with the mean gradient as slope, so `optimizer_step` can
-    treat it like any loss.
-    """
-    if parts == 1:
-        return loss(batch, dict(noise))
-    trained = [p for p in parameters if p.requires_grad]
-    gradients = [torch.zeros_like(p) for p in trained]
-    total, sums = torch.zeros((), device=trained[0].device), dict[str, torch.Tensor]()
-    for part, part_noise in zip(split_batch(batch, parts), split_noise(noise, parts)):
-        value, metrics = loss(part, part_noise)
-        for accumulated, gradient in zip(
-            gradients, torch.autograd.grad(value / parts, trained, allow_unused=True)
-        ):
-            if gradient is not None:
-                accumulated += gradient
-        total = total + value.detach() / parts
-        for name, item in metrics.items():
-            sums[name] = sums.get(name, 0.0) + item / parts
-    slope = torch.stack([(p * g).sum() for p, g in zip(trained, gradients)]).sum()
-    return slope + (total - slope.detach()), sums

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypedDict
 from rl_lab.errors import ConfigError
 from rl_lab.records import EarlyStop
 from rl_lab.utils.settings import INTERPOLATED
-from rl_lab.workflows.settings import Settings
+from rl_lab.workflows.settings import Settings, check_parts
 
 
 class LossScales(TypedDict, total=False):
@@ -72,6 +72,7 @@ class WorldModelsSettings(Settings):
     imagination_horizon: int
     dream_context: int
     evolution: EvolutionSettings
+    grad_acc_steps: int = 1
     # For the parts and phases in the config.
     size: Size = INTERPOLATED
     kl_tolerance: float = INTERPOLATED
@@ -92,3 +93,4 @@ class WorldModelsSettings(Settings):
         for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"algorithm.{name} must be at least 1, not {value}")
+        check_parts(self.grad_acc_steps, self.batch_size)

@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 
+from rl_lab.components.nn.accumulation import accumulated_loss
 from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.components.nn.training_step import (
-    AverageGradients,
     NonFiniteGuard,
-    keep_gradients,
     optimizer_step,
 )
 from rl_lab.components.representation_learners.conv_vae import sample_normal
@@ -46,6 +45,7 @@ from rl_lab.records import (
     TransformHook,
     UpdateResult,
 )
+from rl_lab.utils.ranks import count_over_ranks
 from rl_lab.utils.seeding import derive_seed
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
@@ -53,6 +53,7 @@ from rl_lab.workflows.og_wm.report import REPORT_ROWS, REPORT_SEQUENCES, world_m
 from rl_lab.workflows.og_wm.settings import WorldModelsSettings
 
 Tensors = Mapping[str, torch.Tensor]
+Metrics = dict[str, torch.Tensor]
 ENCODE_BATCH = 512  # images per call of V in `encode` and `dream_start`
 
 
@@ -87,7 +88,6 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         for name, module in modules.items():
             context.check_trained({name: module.parameters()}, {name: self.optimizers[name]}, name)
         self.guards = {name: NonFiniteGuard().to(self.device) for name in self.optimizers}
-        self.average_gradients: AverageGradients = keep_gradients
         self.temperature = self.settings.temperature  # of all dreams; a phase may `set` it
         self.evolving = ""  # the phase and iteration that `cma_es` was started for
         seed = derive_seed(int(context.config.experiment.seed), "cma_es")
@@ -156,10 +156,17 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
 
     def _vae_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
         """Train V: reconstruction error + KL with tolerance."""
-        with self.autocast():
-            losses, metrics = self.vae.losses(batch.obs, noise["latent"])
-        means = {name: loss.mean() for name, loss in losses.items()}
-        return self._finish("vae", self.vae, torch.stack(list(means.values())).sum(), means, metrics)
+
+        def loss(part: Batch, part_noise: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Metrics]:
+            with self.autocast():
+                losses, metrics = self.vae.losses(part.obs, part_noise["latent"])
+            means = {name: loss.mean() for name, loss in losses.items()}
+            return torch.stack(list(means.values())).sum(), {**_named(means), **metrics}
+
+        parameters = list(self.vae.parameters())
+        return self._finish(
+            "vae", self.vae, *accumulated_loss(loss, batch, noise, parameters, self.settings.grad_acc_steps)
+        )
 
     def _mdn_step(self, batch: Batch, scalars: Tensors, noise: Tensors) -> UpdateResult:
         """Train M with teacher forcing: predict latent, reward and end of the next row from z and action."""
@@ -171,38 +178,43 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
 
     def _train_mdn(self, z: torch.Tensor, batch: Batch) -> UpdateResult:
         """z: (B, L + 1, latent)"""
-        state = self.mdn_rnn.reset_state(len(z))
-        h, _ = self.mdn_rnn.observe_sequence(state, z[:, :-1], batch.action[:, :-1])
-        losses = self.mdn_rnn.losses(
-            self.mdn_rnn.predict(h),
-            z[:, 1:],
-            batch.reward[:, 1:],
-            batch.terminated[:, 1:],
-            done_weight=self.settings.done_weight,
-        )
         assert batch.mask is not None
-        real = batch.mask[:, 1:].float()  # the padding is at the end
-        count = real.sum().clamp(min=1.0)
-        means = {name: (loss * real).sum() / count for name, loss in losses.items()}
-        loss = torch.stack([self.settings.loss_scales[name] * mean for name, mean in means.items()]).sum()
-        return self._finish("mdn_rnn", self.mdn_rnn, loss, means, {"real_steps": real.mean()})
+        parts = self.settings.grad_acc_steps
+        count = count_over_ranks(batch.mask[:, 1:].float().sum())
 
-    def _finish(
-        self, name: str, part: torch.nn.Module, loss: torch.Tensor, means: Tensors, metrics: Tensors
-    ) -> UpdateResult:
+        def loss(part: Batch, part_noise: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Metrics]:
+            z = part_noise["z"]
+            state = self.mdn_rnn.reset_state(len(z))
+            h, _ = self.mdn_rnn.observe_sequence(state, z[:, :-1], part.action[:, :-1])
+            losses = self.mdn_rnn.losses(
+                self.mdn_rnn.predict(h),
+                z[:, 1:],
+                part.reward[:, 1:],
+                part.terminated[:, 1:],
+                done_weight=self.settings.done_weight,
+            )
+            assert part.mask is not None
+            real = part.mask[:, 1:].float()  # the padding is at the end
+            share = count if parts == 1 else count / parts
+            means = {name: (loss * real).sum() / share for name, loss in losses.items()}
+            scaled = [self.settings.loss_scales[name] * mean for name, mean in means.items()]
+            return torch.stack(scaled).sum(), {**_named(means), "real_steps": real.mean()}
+
+        found = accumulated_loss(loss, batch, {"z": z}, list(self.mdn_rnn.parameters()), parts)
+        return self._finish("mdn_rnn", self.mdn_rnn, *found)
+
+    def _finish(self, name: str, part: torch.nn.Module, loss: torch.Tensor, metrics: Metrics) -> UpdateResult:
         step_metrics, _ = optimizer_step(
             loss,
             [self.optimizers[name]],
             {name: list(part.parameters())},
             guard=self.guards[name],
-            average_gradients=self._limit_gradients if name == "mdn_rnn" else self.average_gradients,
+            limit_gradients=self._limit_gradients if name == "mdn_rnn" else None,
         )
-        losses = {f"loss/{key}": mean.detach() for key, mean in means.items()}
-        return UpdateResult({**losses, **metrics, **step_metrics})
+        return UpdateResult({**metrics, **step_metrics})
 
     def _limit_gradients(self, gradients: list[torch.Tensor]) -> None:
         """Clip gradients by value, as the original does for M."""
-        self.average_gradients(gradients)
         limit = self.settings.gradient_limit
         if limit:
             torch._foreach_clamp_min_(gradients, -limit)
@@ -373,6 +385,10 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
                 guard.load_state_dict(state["guards"][name])
         if "evolution" in state:
             self.evolution.set_state(state["evolution"])
+
+
+def _named(means: Tensors) -> Metrics:
+    return {f"loss/{key}": mean.detach() for key, mean in means.items()}
 
 
 # ---------------------------------------------------------------- evolution of the controller

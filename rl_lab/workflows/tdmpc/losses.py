@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rl_lab.records import Batch
+from rl_lab.utils.ranks import rows_of_ranks
 
 Losses = dict[str, torch.Tensor]
 
@@ -102,7 +103,8 @@ class RunningScale(nn.Module):
     @torch.no_grad()
     def update(self, values: torch.Tensor) -> torch.Tensor:
         """Update with values of any shape; returns the scale to divide by (0-d)."""
-        low, high = torch.quantile(values.float().flatten(), self.percentiles).unbind()
+        joint = rows_of_ranks(values.float().flatten())
+        low, high = torch.quantile(joint, self.percentiles).unbind()
         moved = self.value.lerp((high - low).clamp(min=1.0), self.rate)
         # Non-finite values of a masked update must not enter the average.
         self.value.copy_(torch.where(torch.isfinite(moved), moved, self.value))

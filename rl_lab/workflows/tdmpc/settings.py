@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypedDict
 
 from rl_lab.errors import ConfigError
 from rl_lab.utils.settings import INTERPOLATED
-from rl_lab.workflows.settings import Settings
+from rl_lab.workflows.settings import Settings, check_parts
 
 
 class LossScales(TypedDict):
@@ -92,6 +92,7 @@ class TDMPCSettings(Settings):
     loss_limit: float
     loss_scales: Annotated[dict[str, float], LossScales]
     plan_schedule: PlanSchedule | None
+    grad_acc_steps: int = 1
     boundary: Literal["pad", "within"] = "within"  # the default is that of runs saved before this key existed
     # For the parts, optimizers and phases in the config.
     size: Size = INTERPOLATED
@@ -105,6 +106,7 @@ class TDMPCSettings(Settings):
     def check(self) -> None:
         if self.horizon < 1:
             raise ConfigError(f"algorithm.horizon is {self.horizon}: set it to at least 1")
+        check_parts(self.grad_acc_steps, self.batch_size)
 
     def discounts(self, tasks: int) -> list[float]:
         """The discount of each task."""

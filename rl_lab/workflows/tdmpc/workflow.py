@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from rl_lab.components.controllers.tdmpc import choose_pair
+from rl_lab.components.nn.accumulation import mean_of_parts, split_batch, split_noise
 from rl_lab.components.nn.ensemble import Weights
 from rl_lab.components.nn.moving_averages import SlowCopy
 from rl_lab.components.nn.training_step import (
-    AverageGradients,
     NonFiniteGuard,
-    keep_gradients,
     optimizer_step,
 )
 from rl_lab.records import Batch, BatchSpec, Hook, NoiseSpec, UpdateResult
@@ -71,7 +70,6 @@ class TDMPCWorkflow(TDMPCActing):
         self.scale = RunningScale().to(self.device)
         self.guard = NonFiniteGuard().to(self.device)
         self.policy_guard = NonFiniteGuard().to(self.device)
-        self.average_gradients: AverageGradients = keep_gradients
 
     # ---------------------------------------------------------------- hooks
 
@@ -139,11 +137,23 @@ class TDMPCWorkflow(TDMPCActing):
         returns: detached latents of the rollout (H + 1, B, L); metrics; new priorities of the batch
         """
         s = self.settings
-        with self.autocast():
-            losses, latents, error, metrics = self._model_losses(batch, noise)
-        # The weights of prioritized replay are the same in every row of a sequence.
-        weight = batch["weight"][:, 0] if "weight" in batch else None
-        loss = total_loss(losses, s.loss_scales, limit=s.loss_limit, weight=weight)
+        rolled: list[torch.Tensor] = []
+        errors: list[torch.Tensor] = []
+
+        def loss_of(part: Batch, part_noise: Tensors) -> tuple[torch.Tensor, Metrics]:
+            with self.autocast():
+                losses, latents, error, metrics = self._model_losses(part, part_noise)
+            rolled.append(latents.detach())
+            errors.append(error)
+            # The weights of prioritized replay are the same in every row of a sequence.
+            weight = part["weight"][:, 0] if "weight" in part else None
+            loss = total_loss(losses, s.loss_scales, limit=s.loss_limit, weight=weight)
+            return loss, metrics | {f"loss/{name}": value.detach().mean() for name, value in losses.items()}
+
+        shares = zip(split_batch(batch, s.grad_acc_steps), self._split_noise(noise))
+        parameters = [p for part in self.model_parts.values() for p in part]
+        loss, metrics = mean_of_parts([partial(loss_of, *share) for share in shares], parameters)
+        latents, error = torch.cat(rolled, 1), torch.cat(errors)
         step_metrics, _ = optimizer_step(
             loss,
             self.model_optimizers,
@@ -151,12 +161,22 @@ class TDMPCWorkflow(TDMPCActing):
             guard=self.guard,
             learning_rate_scale=scalars["learning_rate_scale"],
             max_grad_norm=s.max_grad_norm or None,
-            average_gradients=self.average_gradients,
         )
-        metrics |= {f"loss/{name}": value.detach().mean() for name, value in losses.items()}
         metrics |= step_metrics
         priority = {"priority": error.clamp(max=PRIORITY_LIMIT).unsqueeze(1)} if "priority" in batch else None
-        return latents.detach(), metrics, priority
+        return latents, metrics, priority
+
+    def _split_noise(self, noise: Tensors) -> list[dict[str, torch.Tensor]]:
+        """The model's noise for each part of the batch (`algorithm.grad_acc_steps`)."""
+        parts = self.settings.grad_acc_steps
+        if parts == 1:
+            return [dict(noise)]
+        dims: dict[str, int | None] = {"shift": 1, "target_action": 1, "target_members": None, "dropout": 2}
+        mine = {name: value for name, value in noise.items() if name in dims}
+        if "dropout" in mine:  # (members, H · B, units)
+            mine["dropout"] = mine["dropout"].unflatten(1, (self.settings.horizon, -1))
+        shares = split_noise(mine, parts, dims)
+        return [{k: v.flatten(1, 2) if k == "dropout" else v for k, v in share.items()} for share in shares]
 
     def _model_losses(
         self, batch: Batch, noise: Tensors
@@ -257,7 +277,6 @@ class TDMPCWorkflow(TDMPCActing):
             guard=self.policy_guard,
             learning_rate_scale=scalars["learning_rate_scale"],
             max_grad_norm=s.max_grad_norm or None,
-            average_gradients=self.average_gradients,
         )
         metrics = {
             "loss": step_metrics["loss"],
