@@ -101,6 +101,8 @@ def test_commands_exist_and_compose(page: Path, tmp_path: Path):
             assert [word for word in words if "=" not in word and word not in targets] == []
         elif program == "rl-lab":
             check_rl_lab(words)
+        elif program == "torchrun":
+            check_rl_lab(words[words.index("rl_lab") + 1 :])
         else:
             assert program in ("pip", "git", "cd", "pytest", "tensorboard", "pre-commit", "source", "."), (
                 program

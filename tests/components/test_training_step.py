@@ -107,7 +107,7 @@ def test_gradient_clipping_and_averaging():
         parts,
         guard=NonFiniteGuard(),
         max_grad_norm=0.1,
-        average_gradients=halve,
+        limit_gradients=halve,
     )
     after = torch.cat([p.detach().flatten() for p in net.parameters()])
     assert seen == [4]
