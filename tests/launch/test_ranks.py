@@ -123,13 +123,14 @@ def test_two_ranks_stop_together_and_resume_exactly_or_with_one(tmp_path: Path):
 
 def test_what_ranks_cannot_share_is_refused(tmp_path: Path):
     assert on_ranks(2, refused, str(tmp_path / "run")) == [0, 0]
+    with pytest.raises(ConfigError, match="training.global_batch is 'sum'"):
+        train(str(tmp_path / "run"), [*WORDS, "training.global_batch=sum"])
 
 
 def refused(folder: str) -> None:
     words = {
-        "algorithm.batch_size=3": "algorithm.batch_size is 3, which 2 ranks cannot share equally",
         "experiment.device=cuda:1": "torchrun gives each rank its own GPU: set it to auto",
-        "training.global_batch=sum": "training.global_batch is 'sum'",
+        "algorithm.batch_size=3": "algorithm.batch_size is 3, which 2 ranks cannot share equally",
     }
     for word, message in words.items():
         with pytest.raises(ConfigError, match=message):
