@@ -17,6 +17,7 @@ from rl_lab.build import Run, build_run, environment_spec
 from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.records import Batch, UpdateResult
 from rl_lab.utils import ranks
+from rl_lab.workflows.tdmpc.losses import RunningScale
 
 QUIET = ["debug=tiny", "experiment.device=cpu", "logging.progress=off", "logging.tensorboard=false"]
 LOGGER = SimpleNamespace(scalars=lambda *a, **k: None, flush=lambda: None, metrics_bytes=lambda: 0)
@@ -158,6 +159,13 @@ def repeat_updates(folder: str) -> None:
         recorded = torch.load(Path(folder) / "recorded.pt", weights_only=True)
         results = [repeat(case) for case in recorded]
         torch.save(results, Path(folder) / f"rank{ranks.rank()}.pt")
+
+
+def scale_of_share(folder: str) -> None:
+    """TD-MPC2's value scale from this rank's share of values.pt."""
+    values = torch.load(Path(folder) / "values.pt", weights_only=True)
+    with ranks.join("cpu"), ranks.joint():
+        torch.save(RunningScale().update(share(values)), Path(folder) / f"scale{ranks.rank()}.pt")
 
 
 def repeat(case: dict[str, Any]) -> list[dict[str, Any]]:

@@ -123,7 +123,7 @@ def test_two_ranks_stop_together_and_resume_exactly_or_with_one(tmp_path: Path):
 
 def test_what_ranks_cannot_share_is_refused(tmp_path: Path):
     assert on_ranks(2, refused, str(tmp_path / "run")) == [0, 0]
-    with pytest.raises(ConfigError, match="training.global_batch is 'sum'"):
+    with pytest.raises(ConfigError, match="global_batch is 'sum'"):
         train(str(tmp_path / "run"), [*WORDS, "training.global_batch=sum"])
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch.rank_case import on_ranks, record_updates, repeat_updates
+from rl_lab.workflows.tdmpc.losses import RunningScale
+from tests.launch.rank_case import on_ranks, record_updates, repeat_updates, scale_of_share
 
 # Float32 sums in another order: relative to the norm of a part's gradient or of a statistic.
 TOLERANCE = 2e-4
@@ -61,6 +62,16 @@ def compare(recorded: list[dict[str, Any]], folder: Path) -> None:
 
 def test_two_ranks_are_one_process_with_the_joint_batch(tmp_path: Path):
     compare([record_updates(*case) for case in FAST.values()], tmp_path)
+
+
+def test_value_scale_of_two_ranks_is_that_of_all_values(tmp_path: Path):
+    values = 10.0 * torch.randn(40, generator=torch.Generator().manual_seed(0))
+    torch.save(values, tmp_path / "values.pt")
+    assert on_ranks(2, scale_of_share, str(tmp_path)) == [0, 0]
+    expected = RunningScale().update(values)
+    assert expected > 1.2
+    for number in range(2):
+        assert torch.equal(torch.load(tmp_path / f"scale{number}.pt", weights_only=True), expected)
 
 
 @pytest.mark.learning
