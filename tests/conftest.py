@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,8 +17,10 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _away_from_the_checkout(tmp_path, monkeypatch):
-    """Run every test in its own folder."""
+    """Run every test in its own folder; what a command does to the import path ends with the test."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
 
 
 def pytest_collection_modifyitems(items):

@@ -126,7 +126,7 @@ def test_every_verb_has_debug_flag(verb: str, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     assert "--debug" in capsys.readouterr().out
-    words = [verb, *(["CartPole-v1"] if verb == "check" else []), "--no-such-flag"]
+    words = [verb, *{"check": ["CartPole-v1"], "push": ["agent", "me/agent"]}.get(verb, []), "--no-such-flag"]
     with pytest.raises(LabError):
         main([*words, "--debug"])
     assert main(words) == 1

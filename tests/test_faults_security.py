@@ -25,8 +25,9 @@ from rl_lab.utils.checkpoint.saveable import load_data
 from rl_lab.utils.logger import ExperimentLogger
 
 ROOT = Path(__file__).resolve().parents[1]
-# Pipes between the trainer and its own worker processes carry pickles; nothing there comes from a file.
-PIPES = {"environments/env_runner.py", "environments/worker_pool.py"}
+# Pipes between the trainer and its own worker processes carry pickles, and so do Ray's messages to its own actors;
+# nothing there comes from a file.
+PIPES = {"environments/env_runner.py", "environments/worker_pool.py", "environments/remote_worker.py"}
 FORBIDDEN = {
     "pickle.load",
     "pickle.loads",

@@ -74,7 +74,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("build_sdist", work / "source")
     (sdist,) = (work / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(work / "unpacked", filter="data")
+        archive.extractall(work / "unpacked")
     run("build_wheel", next((work / "unpacked").iterdir()))
     return work / "dist"
 

@@ -28,8 +28,10 @@ WORDS = {"as it is": [], "tiny": ["debug=tiny"]}
 FOR_ALL = ("algorithm.batch_size", "algorithm.batch_length", "algorithm.train_ratio")
 # Changed on purpose since then: an encoder for all observations, images of a size that encoders can take.
 CHANGED = {
-    "dreamer_cartpole": {"components.encoder._target_"},
-    "dreamer_mpc_cartpole": {"components.encoder._target_"},
+    # The beginners' experiments also draw predictions of the world model.
+    "dreamer_cartpole": {"components.encoder._target_", "training.report.every_env_steps"},
+    "dreamer_mpc_cartpole": {"components.encoder._target_", "training.report.every_env_steps"},
+    "dreamer_catch": {"training.report.every_env_steps"},
     "tdmpc2_gym_mujoco": {"environment.size"},
     "iris_atari100k": {"training.evaluate.temperature"},  # 0.5, as its authors evaluate
     # A preset that keeps the pole up: action repeat 2, phases with bursts of random actions, finer bins.
@@ -45,14 +47,23 @@ CHANGED = {
         "training.total_timesteps",
     },
 }
-CHANGED_TINY = {"tdmpc2_cartpole": {"environment.action_repeat", "training.phases"}}
+CHANGED_TINY = {
+    "tdmpc2_cartpole": {"environment.action_repeat", "training.phases"},
+    "dreamer_cartpole": {"components.encoder._target_"},
+    "dreamer_mpc_cartpole": {"components.encoder._target_"},
+    "dreamer_catch": set[str](),
+}
 ADDED = {"algorithm", "debug.fast_render", "debug.plain_batch.size", "debug.plain_batch.length"}
 ADDED |= {
     "training.on_side_failure",
     "components.encoder.keys",
     "components.vae.keys",
     "components.encoder.depth",
+    "algorithm.grad_acc_steps",
 }
+# Where environments run, with the value that says: as before.
+ENVIRONMENT = {"python": None, "host": None, "seed_argument": None, "backend": "gymnasium"}
+ADDED |= {f"environment.{key}" for key in ENVIRONMENT}
 UNREAD = {"dreamer_dmc_proprio_2023": ["algorithm.seed_steps"]}  # its phases have no such step
 # They had the settings of an earlier version with today's agent; now they have its agent too.
 VERSIONS = ("_2023", "_2024")
@@ -121,6 +132,8 @@ def test_values_are_kept(name: str, variant: str):
     published = dict(leaves(dump()[name]["as it is"]))
     if name.endswith(VERSIONS):
         before, now = ({key: node[key] for key in ("environment", "buffers")} for node in (before, now))
+        for key in ENVIRONMENT.keys() & now["environment"].keys() - before["environment"].keys():
+            assert now["environment"].pop(key) == ENVIRONMENT[key]
         assert now == before
         return
     old, new = dict(leaves(before)), dict(leaves(now))

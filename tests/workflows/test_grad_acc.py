@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rl_lab.components.nn.moving_averages import ReturnNormalizer
 from rl_lab.errors import ConfigError
 from tests.launch.rank_case import built, record_updates, repeat
 
@@ -37,7 +38,10 @@ def check_parts_equal_the_whole(words: list[str], hooks: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_parts_of_a_batch_are_the_whole(name: str):
+def test_two_parts_of_a_batch_are_the_whole(name: str, monkeypatch: pytest.MonkeyPatch):
+    # Dreamer's parts have the scale of the returns from before the update (docs/howto/scale.md), so it is fixed here.
+    # The averages after the update are compared.
+    monkeypatch.setattr(ReturnNormalizer, "scale", lambda self: torch.full_like(self.low, 3.0))
     check_parts_equal_the_whole(*CASES[name])
 
 

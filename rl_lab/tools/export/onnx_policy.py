@@ -136,7 +136,9 @@ def export_onnx(agent: Agent, path: Path, *, seed: int = 0) -> OnnxExport:
     inputs += [f"memory/{name}" for name in memory] + [f"noise/{index}" for index in range(len(noise))]
     outputs = ["action"] + [f"next_memory/{name}" for name in memory]
     example = (*obs.values(), is_first, *memory.values(), *noise)
-    program = _trace(Acting(agent, names, mode).eval(), example, inputs, outputs)
+    acting = Acting(agent, names, mode)
+    acting.eval()
+    program = _trace(acting, example, inputs, outputs)
     facts = {
         "workflow": type(workflow).__name__,
         "task": agent.spec.name,
