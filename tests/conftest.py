@@ -14,12 +14,18 @@ os.environ["RL_LAB_KEY_FILE"] = os.path.join(tempfile.mkdtemp(prefix="rl_lab_tes
 
 import pytest
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 
 @pytest.fixture(autouse=True)
 def _away_from_the_checkout(tmp_path, monkeypatch):
-    """Run every test in its own folder; what a command does to the import path ends with the test."""
+    """Run every test in its own folder; what a command does to the import path ends with the test.
+
+    The checkout is first on that path, also after a fixture that ran a command: a package that the tests install has
+    a module `tests`, too.
+    """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [ROOT, *(path for path in sys.path if path != ROOT)])
     monkeypatch.setenv("PYTHONSAFEPATH", "")
 
 
