@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -29,7 +29,6 @@ from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.orchestration.orchestrator import Orchestrator, Settings
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import EVERY_KEYS, Cadences, Every, HookInfo, PhaseDefinition, parse_phases
-from rl_lab.orchestration.remote_collector import RemoteCollector
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState
 from rl_lab.orchestration.side_jobs import SideJobs
@@ -37,7 +36,6 @@ from rl_lab.orchestration.update_check import check_batches
 from rl_lab.orchestration.updates import HookRunner, Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep
 from rl_lab.records import AnyHook, EvolveHook, PlainHook, Spec, TransformHook
-from rl_lab.remote_parts import connect, environment_options, remote_collector
 from rl_lab.utils import ranks
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.metrics import Stopwatch
@@ -45,6 +43,9 @@ from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
 from rl_lab.workflows.base import WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
 from rl_lab.workflows.controllers import ControllerManager
+
+if TYPE_CHECKING:
+    from rl_lab.orchestration.remote_collector import RemoteCollector
 
 
 @dataclass
@@ -91,9 +92,13 @@ def build_run(
     workflow = build_workflow(config)
     # The Collector copies what it keeps; a workflow with its own collect_step gets copies of the arrays.
     collect_step = own_collect_step(workflow)
-    cluster = connect(config, say)
-    if cluster is not None and ranks.size() > 1:
-        raise ConfigError("launch=ray cannot be combined with torchrun: use one of them")
+    cluster = None
+    if OmegaConf.select(config, "launch.name") == "ray":
+        from rl_lab import remote_parts
+
+        if ranks.size() > 1:
+            raise ConfigError("launch=ray cannot be combined with torchrun: use one of them")
+        cluster = remote_parts.connect(config, say)
     environment: Any
     collector: Collector | RemoteCollector
     if cluster is None:
@@ -113,7 +118,7 @@ def build_run(
             stopwatch=stopwatch,
         )
     else:
-        collector = remote_collector(
+        collector = remote_parts.remote_collector(
             config,
             spec,
             cluster,
@@ -228,7 +233,7 @@ def build_run(
             device,
             normalizer=environment.normalizer,
             say=say,
-            **environment_options(config, cluster, "evaluation"),
+            **_cluster_options(config, cluster, "evaluation"),
         ),
         say=say,
     )
@@ -303,7 +308,7 @@ def build_runners(
                 config,
                 environment,
                 say,
-                **environment_options(config, cluster, "population"),
+                **_cluster_options(config, cluster, "population"),
             ),
             seed=int(config.experiment.seed),
             say=say,
@@ -664,6 +669,15 @@ def _video_options(config: DictConfig, logger: Any) -> dict[str, Any]:
     if not every or run_dir is None:
         return {}
     return {"video_every": every, "video_folder": run_dir / "media" / "episodes" / "train"}
+
+
+def _cluster_options(config: DictConfig, cluster: Any, use: str) -> dict[str, Any]:
+    """Return the make_env options for environments on the cluster, or {} without one."""
+    if cluster is None:
+        return {}
+    from rl_lab.remote_parts import environment_options
+
+    return environment_options(config, cluster, use)
 
 
 def population_environment(

@@ -25,12 +25,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 
 from rl_lab.environments.faults import RestartLimit
-from rl_lab.environments.interpreters.places import Place, place_of
 from rl_lab.environments.native import form_data
 from rl_lab.environments.normalizer import make_normalizer
 from rl_lab.environments.spec import spec_of
@@ -50,6 +49,9 @@ from rl_lab.environments.wrappers import (
 )
 from rl_lab.errors import ConfigError, LabError, MissingPackageError, install_line, one_line_errors
 from rl_lab.records import REFUSED, Spec
+
+if TYPE_CHECKING:
+    from rl_lab.environments.interpreters.places import Place
 
 SUITES = {
     "gym": "rl_lab.environments.suites.gym",
@@ -379,7 +381,11 @@ def _factory(
 ) -> EnvFactory:
     if pixels not in (False, True, "both"):
         raise ConfigError(f"environment.pixels={pixels!r}: use true (only the frame), both, or false")
-    place = place_of(python, host)
+    place = None
+    if python is not None or host is not None:
+        from rl_lab.environments.interpreters.places import place_of
+
+        place = place_of(python, host)
     if place is not None:
         name, module, resolved = _split_far(task, place)
     else:

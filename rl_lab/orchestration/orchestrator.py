@@ -35,7 +35,6 @@ from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import Cadences, Every, HookUse, PhaseDefinition
-from rl_lab.orchestration.remote_collector import RemoteCollector
 from rl_lab.orchestration.run_log import RunLog
 from rl_lab.orchestration.run_state import RunState, share_statistics, state_of_rank, with_state_of_ranks
 from rl_lab.orchestration.side_jobs import SideJobs
@@ -50,6 +49,7 @@ from rl_lab.utils.stopping import GRACE_S, STOP
 
 if TYPE_CHECKING:
     from rl_lab.orchestration.diagnostics import Trace
+    from rl_lab.orchestration.remote_collector import RemoteCollector
 
 # A mistake in the config that shows before this much work is not worth a checkpoint: a new run is quicker.
 MISTAKE_S = 60.0

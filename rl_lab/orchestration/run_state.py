@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch import nn
 from rl_lab.errors import CheckpointError, LabError, unexpected
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
-from rl_lab.orchestration.remote_collector import RemoteCollector
 from rl_lab.orchestration.updates import Storage
 from rl_lab.protocols import TracksEpisodes, Workflow
 from rl_lab.utils import ranks
@@ -20,6 +19,9 @@ from rl_lab.utils.checkpoint.manifest import CHECKPOINT_VERSION
 from rl_lab.utils.checkpoint.matching import load_matching
 from rl_lab.utils.checkpoint.saveable import to_saveable
 from rl_lab.utils.seeding import Generators
+
+if TYPE_CHECKING:
+    from rl_lab.orchestration.remote_collector import RemoteCollector
 
 # What each rank has of its own; the rest of a state is the same on all.
 OF_RANK = ("generators", "collector", "storage", "episode_tracking", "workflow_custom", "orchestrator")

@@ -51,11 +51,12 @@ def main(args: argparse.Namespace) -> int:
 
         submit_one(config, args.overrides, args.config_dir)
         return 0
-    from rl_lab.launch.slurm import STOPPED_VARIABLE
     from rl_lab.training import ignore_output_errors, train_config
 
     result = train_config(config, args.overrides)
     if result.interrupted:  # that has been printed; a job of SLURM has to know
+        from rl_lab.launch.slurm import STOPPED_VARIABLE
+
         return int(os.environ.get(STOPPED_VARIABLE, 0))
     for line in result.summary():
         ignore_output_errors(print)(line)
