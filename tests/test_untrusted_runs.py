@@ -222,10 +222,14 @@ def test_unregistered_environments_are_refused_by_every_loader(
         stranger / "config" / "native.json"
     ).unlink()  # as an attacker would: it would be created to read its spaces
     for verb, words in verbs(stranger).items():
-        # An agent is exported without its environment, which is not created: no scores, no episodes.
-        assert main(words) == (0 if verb == "export" else 1), verb
-        printed = capsys.readouterr()
-        assert "config.yaml" in (said := printed.err + printed.out) and "--trust" in said, verb
+        if verb == "export":  # without its environment, which is not created: no scores, no recorded episodes
+            assert main(words) == 0
+            exported = stranger.parent / "exported"
+            assert (exported / "agent.safetensors").exists() and not (exported / "scores.json").exists()
+            assert not (exported / "media").exists()
+            continue
+        assert main(words) == 1, verb
+        assert "config.yaml" in (error := capsys.readouterr().err) and "--trust" in error, verb
     agent = rl_lab.load_agent(stranger)  # acts without an environment
     agent._load_native = None
     assert not mark.exists() and "canary_part" not in sys.modules
