@@ -88,9 +88,14 @@ class EpisodeFiles(Dataset):
         choices = 0
         first = self.episode(0)
         if first.actions.dtype.kind in "biu":
-            actions = (read_arrays(file, ("actions",))["actions"] for file in self.files)
-            choices = 1 + max(int(each.max(initial=0)) for each in actions)
+            choices = 1 + max(int(self._actions(index).max(initial=0)) for index in range(len(self.files)))
         return spec_of_episode(first, self.path.name, choices=choices)
+
+    def _actions(self, index: int) -> np.ndarray:
+        found = read_arrays(self.files[index], ("actions",))
+        if "actions" not in found:
+            raise self.fault(index, MissingKeyError("key 'actions' is missing"))
+        return found["actions"]
 
     def fingerprint(self) -> str:
         facts = [f"{file.name} {file.stat().st_size} {crc32_of(file)}\n" for file in self.files]
