@@ -51,7 +51,9 @@ def test_no_requirement_on_other_project():
     example = tomllib.loads((ROOT / "examples" / "extension" / "pyproject.toml").read_text())["project"]
     groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values(), example["dependencies"]]
     names = [canonicalize_name(Requirement(line).name) for lines in groups for line in lines]
-    assert FORMER_NAME not in names and names.count(DISTRIBUTION) >= 4  # extras of extras; the example
+    assert (
+        FORMER_NAME not in names and names.count(DISTRIBUTION) == 6
+    )  # lerobot, play, extras, demo, dev; the example
 
 
 def test_no_text_installs_other_project():

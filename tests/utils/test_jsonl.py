@@ -118,3 +118,10 @@ def test_full_disk_loses_only_lines(tmp_path):
     writer._file = real
     writer.write({"step": 3})
     assert [row["step"] for row in read_jsonl(path)] == [1, 3]
+
+
+def test_line_that_is_nested_too_deeply_is_skipped(tmp_path):
+    depth = 100_000  # Python 3.11 raises RecursionError at 1,000, newer ones later
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n' + '{"a":' * depth + "1" + "}" * depth + '\n{"step": 2}\n')
+    assert [row["step"] for row in read_jsonl(file) if "step" in row] == [1, 2]
