@@ -29,6 +29,7 @@ WITHOUT_PICTURES = (
     *(
         "cartpole",
         "pendulum",
+        "lock",
         "lunarlander",
         "pusht",
         "dmc",

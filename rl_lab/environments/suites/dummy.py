@@ -4,6 +4,7 @@
     dummy/continuous   the observation shows the correct action, in 2 dimensions    best return 10
     dummy/dict         image and vector show the two parts of the correct action    best return 10
     dummy/catch        image observation: catch the falling balls                   best return 3
+    dummy/lock         only a whole sequence of correct actions is rewarded           best return 1
     dummy/count        observation and reward are the number of the step
 
 The first three are truncated after `length` steps, or terminated at the third mistake. Every step logs
@@ -21,7 +22,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import known_task
 
 StepResult = tuple[Any, float, bool, bool, dict[str, Any]]
 BALL, PADDLE, BACKGROUND = (240, 200, 60), (80, 170, 255), (16, 16, 32)
@@ -285,6 +286,56 @@ class DictCue(CueEnv):
         return right / 2, right > 0
 
 
+class Lock(gymnasium.Env):
+    """A combination lock: the only reward, 1, follows `digits` correct actions in a row; a wrong one resets the lock.
+
+    Observation: one-hot number of correct actions so far. The combination is the same in all episodes. Random actions
+    open a lock of 8 digits in one of 6,550 episodes of 20 steps, so exploration needs demonstrations.
+
+    digits: length of the combination
+    length: steps, after which the episode is truncated; it terminates when the lock opens
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 (as in Gymnasium)
+    CHOICES = 4
+
+    def __init__(self, digits: int = 8, length: int = 20, render_mode: str | None = None) -> None:
+        self.digits, self.length = digits, length
+        self.render_mode = render_mode
+        self.combination = np.random.default_rng(0).integers(self.CHOICES, size=digits)
+        self.observation_space = spaces.Box(0.0, 1.0, (digits + 1,), np.float32)
+        self.action_space = spaces.Discrete(self.CHOICES)
+        self.elapsed = self.correct = 0
+
+    @property
+    def best_return(self) -> float:
+        return 1.0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.elapsed = self.correct = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> StepResult:
+        self.elapsed += 1
+        hit = int(action) == self.combination[self.correct]
+        self.correct = self.correct + 1 if hit else 0
+        opened = self.correct == self.digits
+        truncated = self.elapsed >= self.length and not opened
+        return self.observe(), float(opened), opened, truncated, {"log/hits": float(hit)}
+
+    def observe(self) -> np.ndarray:
+        return np.eye(self.digits + 1, dtype=np.float32)[self.correct]
+
+    def render(self) -> np.ndarray:
+        """Return a frame with a green bar for the correct actions."""
+        frame = np.full((FRAME, FRAME, 3), 40, np.uint8)
+        frame[:, : FRAME * self.correct // self.digits] = (90, 200, 90)
+        return frame
+
+
 class Count(gymnasium.Env):
     """Observation and reward of step k are k (the reset is step 0); `length` steps per episode.
 
@@ -339,6 +390,7 @@ TASKS: dict[str, Callable[..., gymnasium.Env]] = {
     "bounce": Bounce,
     "catch": Catch,
     "count": Count,
+    "lock": Lock,
 }
 
 
@@ -347,9 +399,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in TASKS:
-        raise ConfigError(f"no task 'dummy/{task}'.{closest(task, TASKS)}")
-    return task
+    return known_task("dummy", task, TASKS)
 
 
 def step_seconds(task: str) -> float:
@@ -357,5 +407,5 @@ def step_seconds(task: str) -> float:
 
 
 def make(task: str, *, render: bool = False, **options: Any) -> gymnasium.Env:
-    """options: `length`; for count `truncate` and `faults`; for bounce and catch `cells` and `side`"""
+    """options: `length`; for count `truncate` and `faults`; for bounce and catch `cells` and `side`; for lock `digits`"""
     return TASKS[task](render_mode="rgb_array" if render else None, **options)

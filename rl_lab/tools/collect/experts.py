@@ -175,6 +175,13 @@ def _catch(obs: np.ndarray, spec: Spec) -> int:
     return 1 if abs(side) < 1 else (2 if side > 0 else 0)
 
 
+def _lock(obs: np.ndarray, spec: Spec) -> int:
+    """Enter the next digit of the combination; any after the end, when the lock is open."""
+    from rl_lab.environments.suites.dummy import Lock
+
+    return int(np.append(Lock(digits=len(obs) - 1).combination, 0)[obs.argmax()])
+
+
 EXPERTS = {
     "lunar_lander": NamedExpert(
         "LunarLander-v3", "Gymnasium's heuristic; lands in most episodes", _lunar_lander
@@ -183,6 +190,7 @@ EXPERTS = {
     "pendulum": NamedExpert("Pendulum-v1", "swing-up by energy, then PD control", _pendulum),
     "mountain_car": NamedExpert("MountainCar-v0", "accelerate in the direction of motion", _mountain_car),
     "catch": NamedExpert("dummy/catch", "move under the ball; return 3", _catch),
+    "lock": NamedExpert("dummy/lock", "the combination; return 1", _lock),
 }
 
 

@@ -126,6 +126,7 @@ CLASSIC: dict[str, tuple[Sequence[str], dict[str, int], int | None]] = {
 ACTION_NAMES: dict[str, Sequence[str]] = {
     "dummy/catch": ("left", "stay", "right"),
     "dummy/bounce": ("left", "stay", "right"),
+    "dummy/lock": ("digit 0", "digit 1", "digit 2", "digit 3"),
     "Pendulum": ("torque",),
     "MountainCarContinuous": ("push",),
     "LunarLanderContinuous": ("main engine", "side engines"),

@@ -93,3 +93,22 @@ def test_catch_by_following_the_ball():
             break
         assert not truncated.any()
     assert steps == 15 and (total == 3).all() and infos["log"][0] == {"log/hits": 3.0}
+
+
+def test_lock_opens_with_the_whole_combination():
+    env = make("lock", digits=3, length=6)
+    obs, _ = env.reset(seed=0)
+    np.testing.assert_array_equal(obs, [1, 0, 0, 0])
+    right = [int(digit) for digit in env.unwrapped.combination]
+    wrong = (right[2] + 1) % 4
+    rows = [env.step(action) for action in (*right[:2], wrong, *right)]
+    assert [int(row[0].argmax()) for row in rows] == [1, 2, 0, 1, 2, 3]
+    assert [row[1:4] for row in rows] == [(0.0, False, False)] * 5 + [(1.0, True, False)]
+
+
+def test_lock_stays_closed_until_the_time_is_over():
+    env = make("lock", digits=3, length=4)
+    env.reset(seed=0)
+    first = int(env.unwrapped.combination[0])
+    rows = [env.step((first + 1) % 4) for _ in range(4)]
+    assert [row[3] for row in rows] == [False, False, False, True] and not any(row[1] for row in rows)

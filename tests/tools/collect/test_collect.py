@@ -45,7 +45,8 @@ def assert_same_data(left: Path, right: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("cartpole", 500), ("catch", 3), ("mountain_car", -130), ("pendulum", -400)]
+    ("name", "least"),
+    [("cartpole", 500), ("catch", 3), ("lock", 1), ("mountain_car", -130), ("pendulum", -400)],
 )
 def test_named_experts_solve_their_tasks(name: str, least: float, tmp_path: Path) -> None:
     collect(name, "--episodes", "2", "--envs", "2", "--out", str(tmp_path / "data"))
