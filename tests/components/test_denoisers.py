@@ -13,6 +13,7 @@ from rl_lab.components.controllers.cloned_policies import MixturePolicy, MLPPoli
 from rl_lab.components.controllers.denoisers import (
     FiLMBlock,
     TransformerDenoiser,
+    UNet1d,
     UNetDenoiser,
     sinusoidal,
 )
@@ -62,9 +63,15 @@ def test_resnet_has_the_parameters_of_resnet18_without_its_classifier():
     assert ResNet18(width=16)(torch.zeros(2, 3, 84, 84)).shape == (2, 128, 3, 3)
 
 
-@pytest.mark.parametrize("kind", [UNetDenoiser, TransformerDenoiser])
-def test_shapes_gradients_and_averages(kind: Any):
-    widths = {"widths": (16, 32)} if kind is UNetDenoiser else {"width": 16, "layers": 2, "heads": 2}
+@pytest.mark.parametrize(
+    ("kind", "widths"),
+    [
+        (UNetDenoiser, {"widths": (16, 32)}),
+        (UNetDenoiser, {"widths": (16, 32), "observation_units": (24, 8)}),
+        (TransformerDenoiser, {"width": 16, "layers": 2, "heads": 2}),
+    ],
+)
+def test_shapes_gradients_and_averages(kind: Any, widths: dict[str, Any]):
     denoiser = kind(spec=KEYPOINTS, **HORIZONS, **widths)
     inputs = torch.randn(3, 16, 2), torch.tensor([0, 5, 99]), torch.randn(3, 2, 20)
     out = denoiser(*inputs)
@@ -96,6 +103,17 @@ def test_film_scales_and_shifts_each_channel():
     scale, shift = block.film(condition)[:, :8, None], block.film(condition)[:, 8:, None]
     expected = block.second(scale * block.first(x) + shift) + block.shortcut(x)
     torch.testing.assert_close(block(x, condition), expected)
+
+
+def test_observations_pass_an_mlp_before_film():
+    """40 -> 24 -> Mish -> 8: the U-Net conditioned on its outputs gives the same noise."""
+    small: dict[str, Any] = {"widths": [16, 32], "step_width": 16, "kernel": 5, "groups": 8}
+    whole, rest = UNet1d(2, 40, **small, observation_units=[24, 8]), UNet1d(2, 8, **small)
+    rest.load_state_dict({k: v for k, v in whole.state_dict().items() if "observation_net" not in k})
+    first, _, second = whole.observation_net
+    actions, step, features = torch.randn(3, 16, 2), torch.tensor([0, 5, 99]), torch.randn(3, 2, 20)
+    embedded = second(nn.functional.mish(first(features.flatten(1))))
+    torch.testing.assert_close(whole(actions, step, features), rest(actions, step, embedded[:, None]))
 
 
 def test_action_sees_only_the_past_and_its_observations():
@@ -202,7 +220,8 @@ def test_mlp_policy_shape_and_loss():
     ("options", "message"),
     [
         ({"horizon": 15}, "algorithm.horizon is 15: with 3 widths of the U-Net it must be divisible by 4"),
-        ({"widths": (12, 24)}, "widths has 12, which is not divisible by groups=8"),
+        ({"widths": (12, 24)}, "algorithm.size.widths has 12, which is not divisible by groups=8"),
+        ({"observation_units": (64, 0)}, "algorithm.size.observation_units is .64, 0.: each width must be"),
     ],
 )
 def test_impossible_sizes_are_refused(options: dict[str, Any], message: str):

@@ -29,8 +29,9 @@ def exact_float32():
 
 
 def built(algorithm: str, *words: str):
-    from rl_lab.build import build_run, environment_spec
+    from rl_lab.build import build_run
     from rl_lab.config.compose import compose_config, resolve_config
+    from rl_lab.run_environments import environment_spec
 
     pytest.importorskip("Box2D", reason="extra: box2d")
     config = compose_config(

@@ -63,13 +63,28 @@ class FiLMBlock(nn.Module):
 
 
 class UNet1d(nn.Module):
-    """U-Net over the time of an action sequence, conditioned by FiLM on the step and on all observations."""
+    """U-Net over the time of an action sequence, conditioned by FiLM on the step and on all observations.
+
+    observation_units: widths of an MLP for the observations; none as published
+    """
 
     def __init__(
-        self, actions: int, condition: int, widths: Sequence[int], step_width: int, kernel: int, groups: int
+        self,
+        actions: int,
+        condition: int,
+        widths: Sequence[int],
+        step_width: int,
+        kernel: int,
+        groups: int,
+        observation_units: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.step_width = step_width
+        layers: list[nn.Module] = []
+        for units in observation_units:  # the last activation is that of the whole condition
+            layers += [nn.Mish(), nn.Linear(condition, units)] if layers else [nn.Linear(condition, units)]
+            condition = units
+        self.observation_net = nn.Sequential(*layers)
         self.step_net = nn.Sequential(
             nn.Linear(step_width, 4 * step_width), nn.Mish(), nn.Linear(4 * step_width, step_width)
         )
@@ -97,7 +112,7 @@ class UNet1d(nn.Module):
         seeds: torch.Tensor | None = None,  # it has no dropout
     ) -> torch.Tensor:
         embedded = self.step_net(sinusoidal(step, self.step_width))
-        condition = F.mish(torch.cat([embedded, features.flatten(1)], -1))
+        condition = F.mish(torch.cat([embedded, self.observation_net(features.flatten(1))], -1))
         x, skips = actions.transpose(1, 2), []
         for level, blocks in enumerate(self.down):
             for block in blocks:  # type: ignore[attr-defined]
@@ -120,6 +135,7 @@ class UNetDenoiser(Averaged):
     """UNet1d with a moving average of its weights.
 
     widths: channels of the levels; the horizon must be divisible by 2 for each level but the last
+    observation_units: widths of an MLP between observations and FiLM; none as published
     """
 
     seeds: tuple[int, ...] | None = None  # shape of the uniform noise for dropout
@@ -135,6 +151,7 @@ class UNetDenoiser(Averaged):
         step_width: int = 256,
         kernel: int = 5,
         groups: int = 8,
+        observation_units: Sequence[int] = (),
     ) -> None:
         factor = 2 ** (len(widths) - 1)
         if horizon % factor:
@@ -144,10 +161,16 @@ class UNetDenoiser(Averaged):
         odd = [width for width in widths if width % groups]
         if odd:
             raise ConfigError(
-                f"components.denoiser.widths has {odd[0]}, which is not divisible by groups={groups}"
+                f"algorithm.size.widths has {odd[0]}, which is not divisible by groups={groups} of controllers.policy"
+            )
+        if any(units < 1 for units in observation_units):
+            raise ConfigError(
+                f"algorithm.size.observation_units is {list(observation_units)}: each width must be at least 1"
             )
         condition = observation_horizon * feature_width(spec, image_features)
-        super().__init__(UNet1d(spec.action.size, condition, list(widths), step_width, kernel, groups))
+        super().__init__(
+            UNet1d(spec.action.size, condition, list(widths), step_width, kernel, groups, observation_units)
+        )
 
 
 # ---------------------------------------------------------------- transformer

@@ -7,7 +7,8 @@ denoised sample is clipped to [-1, 1]. Tests hold it to diffusers' DDPMScheduler
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ LARGEST_BETA = 0.999
 SMALLEST_VARIANCE = 1e-20
 
 Sampler = Literal["ddpm", "ddim"]
+# removed, scale, of_clean, of_noisy, of_predicted, of_noise: see `denoised`
+Coefficients = tuple[float, float, float, float, float, float]
 
 
 class NoiseSchedule(nn.Module):
@@ -56,6 +59,20 @@ class NoiseSchedule(nn.Module):
         stride = self.steps // count
         return [k * stride for k in reversed(range(count))]
 
+    def coefficients(self, sampler: Sampler, step: int, count: int) -> Coefficients:
+        """Of one step from `step` to `step` - T // count, with `count` sampling steps."""
+        before = step - self.steps // count
+        here = self.values[step]
+        there = self.values[before] if before >= 0 else 1.0
+        removed, scale = math.sqrt(1.0 - here), math.sqrt(here)
+        if sampler == "ddim":
+            return removed, scale, math.sqrt(there), 0.0, math.sqrt(1.0 - there), 0.0
+        alpha = here / there
+        of_clean = math.sqrt(there) * (1.0 - alpha) / (1.0 - here)
+        of_noisy = math.sqrt(alpha) * (1.0 - there) / (1.0 - here)
+        variance = max((1.0 - there) / (1.0 - here) * (1.0 - alpha), SMALLEST_VARIANCE)
+        return removed, scale, of_clean, of_noisy, 0.0, 0.0 if step == 0 else math.sqrt(variance)
+
     def denoise(
         self,
         sampler: Sampler,
@@ -66,16 +83,14 @@ class NoiseSchedule(nn.Module):
         noise: torch.Tensor | None,  # of DDPM, except for the last step
     ) -> torch.Tensor:
         """One step from `step` to `step` - T // count."""
-        before = step - self.steps // count
-        here = self.values[step]
-        there = self.values[before] if before >= 0 else 1.0
-        clean = ((noisy - math.sqrt(1.0 - here) * predicted) / math.sqrt(here)).clamp(-1.0, 1.0)
-        if sampler == "ddim":
-            return math.sqrt(there) * clean + math.sqrt(1.0 - there) * predicted
-        alpha = here / there
-        mean = math.sqrt(there) * (1.0 - alpha) / (1.0 - here) * clean
-        mean = mean + math.sqrt(alpha) * (1.0 - there) / (1.0 - here) * noisy
-        if step == 0 or noise is None:
-            return mean
-        variance = max((1.0 - there) / (1.0 - here) * (1.0 - alpha), SMALLEST_VARIANCE)
-        return mean + math.sqrt(variance) * noise
+        return denoised(self.coefficients(sampler, step, count), noisy, predicted, noise)
+
+
+def denoised(
+    coefficients: Sequence[Any], noisy: torch.Tensor, predicted: torch.Tensor, noise: torch.Tensor | None
+) -> torch.Tensor:
+    """x₀ = (noisy - removed · predicted) / scale, clipped; then the sum of x₀ and the others, by their coefficients."""
+    removed, scale, of_clean, of_noisy, of_predicted, of_noise = coefficients
+    clean = ((noisy - removed * predicted) / scale).clamp(-1.0, 1.0)
+    result = of_clean * clean + of_noisy * noisy + of_predicted * predicted
+    return result if noise is None else result + of_noise * noise

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rl_lab.errors import ConfigError
-from rl_lab.utils.settings import INTERPOLATED
 from rl_lab.workflows.imitation import ImitationSettings
+from rl_lab.workflows.settings import INTERPOLATED
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Size:
     image_features: int
     keypoints: int
     encoder_width: int
+    observation_units: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
