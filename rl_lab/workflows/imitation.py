@@ -19,12 +19,9 @@ from typing import Any
 
 import torch
 
-from rl_lab.components.nn.accumulation import mean_of_parts, split_noise
 from rl_lab.components.nn.normalizer import LimitsNormalizer
-from rl_lab.components.nn.precision import autocast, resolve_precision
-from rl_lab.components.nn.training_step import NonFiniteGuard, optimizer_step
+from rl_lab.components.nn.training_step import NonFiniteGuard, mean_of_parts, optimizer_step, split_noise
 from rl_lab.errors import ConfigError
-from rl_lab.launch.runtime import tensor_float
 from rl_lab.records import (
     OBS_PREFIX,
     ActMode,
@@ -37,6 +34,7 @@ from rl_lab.records import (
     TransformHook,
     UpdateResult,
 )
+from rl_lab.utils.device import autocast, resolve_precision, tensor_float
 from rl_lab.utils.ranks import mean_over_ranks
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
@@ -100,6 +98,9 @@ class ImitationWorkflow(WorldModelWorkflow):
     """
 
     settings_type: type[ImitationSettings] = ImitationSettings
+    countdown = (
+        "left"  # of the policy state: only where it is 0, or at a first observation, `act` draws numbers
+    )
     collect_policies = ("agent", "expert")
 
     def _bind_context(self, context: WorkflowContext) -> None:
@@ -289,12 +290,13 @@ class ImitationWorkflow(WorldModelWorkflow):
         left = torch.where(is_first, 0, policy_state["left"])
         plan = policy_state["plan"]
         if count:
-            # Those that need a plan first; the others keep theirs.
+            # Those that need a plan first, in their order; the others keep theirs.
             needs = left == 0
-            chosen = torch.argsort(needs.logical_not().long(), stable=True)[:count]
+            rank = torch.arange(len(left), device=self.device) + len(left) * needs.logical_not()
+            chosen = rank.topk(count, largest=False).indices
             seen = {name: state[HISTORY + name][chosen].flatten(0, 1) for name in obs}
             with self.products(), self.autocast():
-                sequence = self._plan(self._features(seen, slow=True), mode)
+                sequence = self._plan(self._features(seen, slow=True), mode, needs[chosen])
             begin = s.observation_horizon - 1
             new = self.normalizer.inverse(sequence.float())[:, begin : begin + s.action_horizon].clamp(
                 -1.0, 1.0
@@ -307,8 +309,11 @@ class ImitationWorkflow(WorldModelWorkflow):
         return action, {**state, "plan": plan, "left": left - 1}, {}
 
     @abc.abstractmethod
-    def _plan(self, features: torch.Tensor, mode: ActMode) -> torch.Tensor:
-        """Features (M, To, F) -> a normalized action sequence (M, horizon, A), by the averaged weights."""
+    def _plan(self, features: torch.Tensor, mode: ActMode, needed: torch.Tensor) -> torch.Tensor:
+        """Features (M, To, F) -> a normalized action sequence (M, horizon, A), by the averaged weights.
+
+        needed: (M,) bool; the sequences of the others are not used
+        """
 
     def collect_step(self, step: int, *, phase: PhaseConfig) -> CollectResult | None:
         """With `collect: {policy: expert}` the expert acts."""

@@ -23,6 +23,7 @@ TINY = {
         "size": {
             "widths": [16, 32],
             "step_width": 16,
+            "observation_units": [],
             "image_features": 8,
             "keypoints": 4,
             "encoder_width": 16,
@@ -30,6 +31,7 @@ TINY = {
         "sampling_steps": 10,
         "sampler": "ddim",
         "horizon": 8,
+        "observation_horizon": 2,
         "action_horizon": 4,
     },
     "behaviour_cloning": {

@@ -6,7 +6,9 @@
     obs/<name>      (1, …)   an observation in the lab's form, as `Agent.act(scaled=True)` takes it
     is_first        (1,)     whether the observation is the first of an episode: the memory starts anew
     memory/<name>   (1, …)   the policy state; next_memory/<name> is that of the next step
-    noise/<i>                uniform in [0, 1) or standard normal; a workflow that samples its latent state needs it
+    noise/<i>                uniform in [0, 1) or standard normal, where the policy draws numbers: for its latent
+                             state, a plan, an action. A policy that executes several actions of a plan names a memory
+                             as `countdown`: noise is used when that is 0 or is_first is true, else give any
     action          (1, …)   from zero, or in [-1, 1]
 
 All of it is described in the model's metadata (`rl_lab`, JSON). The model is made for one environment.
@@ -15,6 +17,7 @@ All of it is described in the model's metadata (`rl_lab`, JSON). The model is ma
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import logging
@@ -39,6 +42,12 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4  # of the model against the agent, over an episode
 STEPS = 200  # of that episode, at most
 DRAWS = {torch.rand: "uniform", torch.randn: "normal"}
+TYPES: dict[str, Any] = {
+    "tensor(float)": np.float32,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+    "tensor(uint8)": np.uint8,
+}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -81,8 +90,10 @@ class Acting(torch.nn.Module):
         obs = {name: self._normalized(name, given.pop(0)) for name in self.names["obs"]}
         is_first = given.pop(0)
         memory = {name: given.pop(0) for name in self.names["memory"]}
+        # Without its torch.no_grad, whose switches the exporter cannot have around a loop: there are no gradients here.
+        act = inspect.unwrap(type(self.workflow).act)
         with NoiseAsInput(given):
-            action, state, _ = self.workflow.act(obs, memory, is_first, self.mode)
+            action, state, _ = act(self.workflow, obs, memory, is_first, self.mode)
         return (action, *(state[name] for name in self.names["memory"]))
 
     def _normalized(self, name: str, obs: torch.Tensor) -> torch.Tensor:
@@ -119,16 +130,17 @@ def export_onnx(agent: Agent, path: Path, *, seed: int = 0) -> OnnxExport:
         raise LabError(f"--onnx needs the agent on the CPU, not on {agent.device}: add --device cpu")
     workflow = agent.workflow
     mode = ActMode(sample=bool(agent.config.training.evaluate.sample))
-    if hasattr(workflow, "act_variant"):  # how many environments plan now: a graph plans at every step
-        mode = replace(mode, variant=1)
+    traced = mode
+    if hasattr(workflow, "act_variant"):  # how many environments plan now: a graph decides it by itself
+        traced = replace(mode, variant=1)
     with torch.no_grad():
         memory = {name: value.clone() for name, value in workflow.initial_policy_state(1).items()}
         obs = _zero_observations(agent)
         is_first = torch.ones(1, dtype=torch.bool)
-        workflow.before_act(mode)
+        workflow.before_act(traced)
         recorder = NoiseAsInput()
         with recorder:
-            _, state, _ = workflow.act(obs, memory, is_first, mode)
+            _, state, _ = workflow.act(obs, memory, is_first, traced)
     memory = {name: value for name, value in memory.items() if name in state}
     names = {"obs": list(obs), "memory": list(memory)}
     noise = [_draw(entry, torch.Generator().manual_seed(0)) for entry in recorder.drawn]
@@ -136,7 +148,7 @@ def export_onnx(agent: Agent, path: Path, *, seed: int = 0) -> OnnxExport:
     inputs += [f"memory/{name}" for name in memory] + [f"noise/{index}" for index in range(len(noise))]
     outputs = ["action"] + [f"next_memory/{name}" for name in memory]
     example = (*obs.values(), is_first, *memory.values(), *noise)
-    acting = Acting(agent, names, mode)
+    acting = Acting(agent, names, traced)
     acting.eval()
     program = _trace(acting, example, inputs, outputs)
     facts = {
@@ -145,6 +157,7 @@ def export_onnx(agent: Agent, path: Path, *, seed: int = 0) -> OnnxExport:
         "step": agent.step,
         "sample": mode.sample,
         "noise": recorder.drawn,
+        "countdown": getattr(workflow, "countdown", None),
         "spec": agent.spec.to_dict(),
         "action_repeat": agent.spec.action_repeat,
         # Initial values: a memory need not start at zero.
@@ -205,6 +218,11 @@ def _save(program: Any, path: Path, facts: dict[str, Any]) -> None:
     import onnx
 
     model = program.model_proto
+    graphs = [model.graph, *model.functions]
+    while graphs:  # each node has the lines of code that it comes from: mostly larger than the weights
+        for node in graphs.pop().node:
+            del node.metadata_props[:]
+            graphs += [attribute.g for attribute in node.attribute if attribute.HasField("g")]
     entry = model.metadata_props.add()
     entry.key, entry.value = "rl_lab", json.dumps(facts)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,6 +245,7 @@ class OnnxPolicy:
         self.facts = json.loads(self.session.get_modelmeta().custom_metadata_map["rl_lab"])
         self.inputs = {entry.name: entry.type for entry in self.session.get_inputs()}
         self.outputs = [entry.name for entry in self.session.get_outputs()]
+        self.countdown = self.facts.get("countdown")  # a memory: only while it is 0 noise is used
         self._generator = torch.Generator()
         self.memory: dict[str, np.ndarray] = {}
         self.reset(seed)
@@ -234,9 +253,8 @@ class OnnxPolicy:
     def reset(self, seed: int = 0) -> None:
         """Start with the first memory and reset the generator of the noise."""
         self._generator.manual_seed(seed)
-        types = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
         self.memory = {
-            name: np.array(value, dtype=types.get(self.inputs.get(f"memory/{name}", ""), np.float32))
+            name: np.array(value, dtype=TYPES.get(self.inputs.get(f"memory/{name}", ""), np.float32))
             for name, value in self.facts["memory"].items()
         }
 
@@ -245,7 +263,11 @@ class OnnxPolicy:
         given: dict[str, np.ndarray] = {f"obs/{name}": value[None] for name, value in obs.items()}
         given["is_first"] = np.array([is_first])
         given |= {f"memory/{name}": value for name, value in self.memory.items()}
-        noise = [_draw(entry, self._generator).numpy() for entry in self.facts["noise"]]
+        draw = is_first or self.countdown is None or not self.memory[self.countdown].all()
+        noise = [
+            _draw(entry, self._generator).numpy() if draw else np.zeros(entry["shape"], np.float32)
+            for entry in self.facts["noise"]
+        ]
         given |= {f"noise/{index}": value for index, value in enumerate(noise)}
         # The exporter leaves out inputs that do not change the result.
         results = self.session.run(None, {name: given[name] for name in self.inputs})
@@ -289,7 +311,7 @@ def _difference(first: np.ndarray, second: np.ndarray) -> float:
 
 def _episode(agent: Agent, seed: int) -> Iterator[tuple[dict[str, np.ndarray], bool, Any]]:
     """Yield observation, is_first and a function that takes the action: from the environment, or random ones."""
-    from rl_lab.build import build_evaluator
+    from rl_lab.run_environments import build_evaluator
 
     try:
         evaluator = build_evaluator(

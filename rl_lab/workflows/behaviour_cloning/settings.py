@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rl_lab.utils.settings import INTERPOLATED
 from rl_lab.workflows.imitation import ImitationSettings
+from rl_lab.workflows.settings import INTERPOLATED
 
 
 @dataclass(frozen=True)

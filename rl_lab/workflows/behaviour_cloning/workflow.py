@@ -25,6 +25,6 @@ class BehaviourCloningWorkflow(ImitationWorkflow):
         loss: torch.Tensor = self.policy.loss(features, windows.action)
         return loss
 
-    def _plan(self, features: torch.Tensor, mode: ActMode) -> torch.Tensor:
+    def _plan(self, features: torch.Tensor, mode: ActMode, needed: torch.Tensor) -> torch.Tensor:
         action: torch.Tensor = self.policy.act(features, mode.generator, mode.sample)
         return action
