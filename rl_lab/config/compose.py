@@ -6,7 +6,6 @@ Hydra composes the files; this module adds the sizes that come from the environm
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import logging
 import re
@@ -77,21 +76,15 @@ def normalise_override(override: str) -> str:
         )
     short = re.match(r"^\+{0,2}(env|task|steps|seed)=(.*)$", override)
     if short:
-        raise ConfigError(f"{override}: {_long_form(short[1], short[2])}")
+        from rl_lab.config.short_names import long_form
+
+        raise ConfigError(f"{override}: {long_form(short[1], short[2], known_choices('environment'))}")
     override = re.sub(r"^(environment\.eval\.\w+=)", r"++\1", override)
     override = re.sub(r"^\+(experiment|size|debug)=", r"\1=", override)
     package = re.match(r"^(\+?)([\w/]+)@([\w.]+)=", override)
     if package and package[2].replace("/", ".") == package[3]:
         return f"{package[1]}{package[2]}={override[package.end() :]}"
     return override
-
-
-def _long_form(key: str, value: str) -> str:
-    """Return what to type instead of a short key such as `env=Acrobot-v1`."""
-    if key == "env":
-        return f"the key is 'environment'.{_task_hint(value, known_choices('environment'))}"
-    names = {"task": "environment.task", "steps": "training.total_timesteps", "seed": "experiment.seed"}
-    return f"use {names[key]}={value}"
 
 
 def register_resolvers() -> None:
@@ -354,8 +347,16 @@ def explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[Pa
     """Return Hydra's error as one sentence with the closest known name."""
     from hydra.errors import OverrideParseException
 
+    from rl_lab.config.short_names import SHORT, long_form, task_hint, word_hint
+
     text = str(error)
     if isinstance(error, OverrideParseException):
+        if re.fullmatch(r"[\w./:@-]+", error.override):
+            known = known_choices("environment", config_dirs)
+            return (
+                f"'{error.override}' cannot be read as key=value."
+                f"{word_hint(error.override, known_choices('experiment', config_dirs), known)}"
+            )
         return (
             f"'{error.override}' cannot be read as key=value: quote a value with spaces, commas, brackets or "
             f"signs twice, \"key='a, b'\" ({_first_line(error, 1)})"
@@ -376,30 +377,17 @@ def explain(error: Exception, overrides: Sequence[str], config_dirs: Sequence[Pa
             )
             return f"{group}={name} does not exist.{hint or closest(name, known)}"
         if group == "environment":
-            return f"environment={name}: no environment config has this name.{_task_hint(name, known)}"
+            return f"environment={name}: no environment config has this name.{task_hint(name, known)}"
         return f"{group}={name} does not exist.{closest(name, known)}"
     key = re.search(r"Key '[^']+' is not in struct\s+full_key: ([\w.]+)", text)
     key = key or re.search(r"Could not override '([\w/@.]+)'", text)
     if key:
         path = key[1]
+        if path in SHORT:
+            value = next((word.partition("=")[2] for word in overrides if word.startswith(f"{path}=")), "…")
+            return f"{path}={value}: {long_form(path, value, known_choices('environment', config_dirs))}"
         return f"{path} is not a known key.{_nearest_keys(path, overrides)} (+{path}=… adds a new key)"
     return _first_line(error)
-
-
-def _task_hint(name: str, known: Sequence[str]) -> str:
-    """Return what to type for a name that was given as environment=NAME or env=NAME."""
-    import gymnasium
-
-    from rl_lab.environments.make import task_words
-    from rl_lab.environments.suites.gym import nearest
-
-    words = f"environment={name}" if name in known else task_words(name)
-    if words:
-        return f" Use {words}"
-    task = nearest(name, list(gymnasium.registry))
-    if not task or difflib.get_close_matches(name, known, cutoff=0.75):
-        return closest(name, known)
-    return f"{task} Use environment=gym environment.task=TASK"
 
 
 # Keys of IRIS and Δ-IRIS that resemble none of ours (docs/howto/coming_from.md has all names).

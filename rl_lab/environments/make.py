@@ -31,7 +31,6 @@ import gymnasium
 
 from rl_lab.environments.faults import RestartLimit
 from rl_lab.environments.native import form_data
-from rl_lab.environments.normalizer import make_normalizer
 from rl_lab.environments.spec import spec_of
 from rl_lab.environments.suites.gym import name_task, nearest
 from rl_lab.environments.vector import VectorEnv, default_workers
@@ -254,6 +253,11 @@ def make_env(
     if factory.place is not None:
         factory = replace(factory, place=replace(factory.place, group=next(_groups)))
         timeout = None if timeout is None else timeout + FAR_GRACE_S
+    normalizer = None
+    if normalize_observations is not False:
+        from rl_lab.environments.normalizer import make_normalizer
+
+        normalizer = make_normalizer(spec, normalize_observations, normalize_clip, observation_statistics)
     made: Any = factory
     if video_every:
         from rl_lab.environments.rendering import RecordedFactory, VideoSettings
@@ -270,7 +274,7 @@ def make_env(
         infos=infos,
         timeout=timeout,
         restarts=RestartLimit.from_config(restarts),
-        normalizer=make_normalizer(spec, normalize_observations, normalize_clip, observation_statistics),
+        normalizer=normalizer,
         history_limit=history_limit,
         remote=remote,
     )

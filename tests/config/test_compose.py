@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rl_lab.build import environment_spec
 from rl_lab.config.checks import check_config
 from rl_lab.config.compose import compose_config, fill_dims, resolve_config, to_plain
 from rl_lab.errors import ConfigError
+from rl_lab.run_environments import environment_spec
 from rl_lab.workflows.random import RandomWorkflow
 
 
