@@ -21,7 +21,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rl_lab.errors import ConfigError, LabError, closest, one_line
+from rl_lab.errors import ConfigError, LabError, known_task, one_line
 
 EXTRA = "bsuite"
 # Experiment -> number of settings (bsuite 0.3.6).
@@ -60,8 +60,7 @@ def tasks() -> list[str]:
 def resolve(task: str) -> str:
     """Return `experiment/setting`."""
     name, slash, setting = task.partition("/")
-    if name not in EXPERIMENTS:
-        raise ConfigError(f"no task 'bsuite/{task}'.{closest(name, EXPERIMENTS)}")
+    known_task("bsuite", task, EXPERIMENTS, name)
     setting = setting if slash else "0"
     if not setting.isdecimal() or int(setting) >= EXPERIMENTS[name]:
         raise ConfigError(f"no task 'bsuite/{task}': the settings of {name} are 0 to {EXPERIMENTS[name] - 1}")

@@ -20,7 +20,7 @@ from gymnasium import spaces
 
 from rl_lab.environments.pools import BACKENDS as BACKENDS
 from rl_lab.environments.pools import NO_LIMIT, PooledEnv, require_backend
-from rl_lab.errors import ConfigError, MissingPackageError, closest, install_line
+from rl_lab.errors import ConfigError, MissingPackageError, install_line, known_task
 
 EXTRA = "box2d"
 TASKS = ("continuous", "discrete")
@@ -32,9 +32,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in TASKS:
-        raise ConfigError(f"no task 'carracing/{task}'.{closest(task, TASKS)}")
-    return task
+    return known_task("carracing", task, TASKS)
 
 
 def make(

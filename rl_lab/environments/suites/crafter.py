@@ -20,7 +20,7 @@ from gymnasium import spaces
 
 from rl_lab.environments.suites.gym import load_old_gym
 from rl_lab.environments.wrappers import TimeLimit
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import ConfigError, known_task
 
 EXTRA = "crafter"
 HANDLES = frozenset({"size"})
@@ -35,9 +35,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in TASKS:
-        raise ConfigError(f"no task 'crafter/{task}'.{closest(task, TASKS)}")
-    return task
+    return known_task("crafter", task, TASKS)
 
 
 def make(

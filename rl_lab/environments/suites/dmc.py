@@ -25,7 +25,7 @@ from gymnasium import spaces
 
 from rl_lab.environments.pools import NO_LIMIT, PooledEnv, require_backend
 from rl_lab.environments.rendering import choose_renderer
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import ConfigError, closest, known_task
 
 EXTRA = "dmc"
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
@@ -71,8 +71,7 @@ def resolve(task: str) -> tuple[str, str]:
     """Return (domain, task) of a name such as walker_walk; `cup_…` is short for `ball_in_cup_…`."""
     name = task.replace("/", "_").replace("-", "_")
     name = f"ball_in_{name}" if name.startswith("cup_") else name
-    if name not in TASKS:
-        raise ConfigError(f"no task 'dmc/{task}'.{closest(name, TASKS)}")
+    known_task("dmc", task, TASKS, name)
     for domain in ("ball_in_cup", "humanoid_CMU", "point_mass"):
         if name.startswith(domain + "_"):
             return domain, name.removeprefix(domain + "_")

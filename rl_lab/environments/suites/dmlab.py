@@ -25,7 +25,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rl_lab.errors import ConfigError, LabError, MissingPackageError, closest, one_line
+from rl_lab.environments.suites.base import SeededEnv
+from rl_lab.errors import ConfigError, LabError, MissingPackageError, closest, known_task, one_line
 
 EXTRA = ""
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
@@ -103,10 +104,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    name = task.removeprefix("dmlab_")
-    if name not in TASKS:
-        raise ConfigError(f"no task 'dmlab/{task}'.{closest(name, TASKS)}")
-    return name
+    return known_task("dmlab", task, TASKS, task.removeprefix("dmlab_"))
 
 
 def make(
@@ -143,36 +141,32 @@ def make(
     )
 
 
-class LabEnv(gymnasium.Env):
+class LabEnv(SeededEnv):
     """One level of DeepMind Lab."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012 (as in Gymnasium)
+    SEEDS = 2**31 - 1
 
     def __init__(
         self,
         task: str,
         *,
-        size: tuple[int, int],
-        action_repeat: int,
-        time_limit: int | None,
         actions: tuple[tuple[int, ...], ...],
         evaluation: bool,
         renderer: str,
         level_cache: str | None,
-        render_mode: str | None = None,
+        **settings: Any,
     ) -> None:
+        super().__init__(**settings)
         try:
             import deepmind_lab
         except ModuleNotFoundError as error:
             raise MissingPackageError(
                 f"dmlab needs the package 'deepmind_lab', which is not installed: {SETUP}"
             ) from error
-        self.action_repeat = action_repeat
-        self.time_limit = time_limit
-        self.render_mode = render_mode
         self.text = task.startswith("language_")
         self._actions = np.array([(*action, 0, 0) for action in actions], np.intc)
-        config = {"height": str(size[0]), "width": str(size[1]), "logLevel": "WARN"}
+        config = {"height": str(self.size[0]), "width": str(self.size[1]), "logLevel": "WARN"}
         if evaluation:
             config |= {"allowHoldOutLevels": "true", "mixerSeed": str(HELD_OUT_SEED)}
         else:
@@ -188,8 +182,6 @@ class LabEnv(gymnasium.Env):
             )
         except RuntimeError as error:
             raise LabError(f"dmlab/{task} does not start: {one_line(error)}") from error
-        self._elapsed = 0
-        self._image = np.zeros((*size, 3), np.uint8)
         parts: dict[str, spaces.Space] = {"image": spaces.Box(0, 255, self._image.shape, np.uint8)}
         if self.text:
             parts["instruction"] = spaces.Box(-np.inf, np.inf, (WORDS * WIDTH,), np.float32)
@@ -197,28 +189,19 @@ class LabEnv(gymnasium.Env):
         self.observation_space = spaces.Dict(parts)
         self.action_space = spaces.Discrete(len(self._actions))
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        super().reset(seed=seed)
+    def _start(self, seed: int) -> dict[str, Any]:
         # Some levels depend on the number of the episode, which Lab would count.
-        self._lab.reset(episode=0, seed=int(self.np_random.integers(2**31 - 1)))
-        self._elapsed = 0
+        self._lab.reset(episode=0, seed=seed)
         self._obs = self._observe()
-        return self._obs, {}
+        return self._obs
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         reward = self._lab.step(self._actions[int(action)], num_steps=self.action_repeat)
         self._elapsed += 1
         ended = not self._lab.is_running()
-        truncated = not ended and self.time_limit is not None and self._elapsed >= self.time_limit
         if not ended:  # after the end there are no observations: the last one stays
             self._obs = self._observe()
-        return self._obs, float(reward), ended, truncated, {}
-
-    def render(self) -> np.ndarray:
-        """Return the last image, (H, W, 3) uint8."""
-        return self._image
+        return self._obs, float(reward), ended, self.at_limit and not ended, {}
 
     def close(self) -> None:
         self._lab.close()

@@ -16,9 +16,10 @@ import numpy as np
 from gymnasium import spaces
 
 from rl_lab.environments.rendering import choose_renderer
+from rl_lab.environments.suites.base import SeededEnv
 from rl_lab.environments.suites.gym import load_old_gym
 from rl_lab.environments.wrappers import resize
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import known_task
 
 EXTRA = "memory-maze"
 HANDLES = frozenset({"size"})
@@ -31,9 +32,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in TASKS:
-        raise ConfigError(f"no task 'memory_maze/{task}'.{closest(task, TASKS)}")
-    return task
+    return known_task("memory_maze", task, TASKS)
 
 
 def make(
@@ -49,14 +48,13 @@ def make(
     )
 
 
-class MemoryMazeEnv(gymnasium.Env):
+class MemoryMazeEnv(SeededEnv):
     """Creates a new maze for each episode, since a maze can only be seeded in its constructor."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012 (as in Gymnasium)
 
-    def __init__(
-        self, task: str, *, size: tuple[int, int], good_visibility: bool, render_mode: str | None = None
-    ) -> None:
+    def __init__(self, task: str, *, good_visibility: bool, **settings: Any) -> None:
+        super().__init__(**settings)
         load_old_gym()
         import gym  # noqa: F401 (memory_maze imports it)
         from absl import logging
@@ -67,22 +65,17 @@ class MemoryMazeEnv(gymnasium.Env):
         self._build = getattr(maze_tasks, f"memory_maze_{task}")
         self._arguments = {
             "image_only_obs": True,
-            "camera_resolution": max(MIN_SIZE, *size),  # it renders squares
+            "camera_resolution": max(MIN_SIZE, *self.size),  # it renders squares
             "good_visibility": good_visibility,
         }
         self._env: Any = None
-        self._image = np.zeros((*size, 3), np.uint8)
-        self.render_mode = render_mode
         self.observation_space = spaces.Box(0, 255, self._image.shape, np.uint8)
         self.action_space = spaces.Discrete(6)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
+    def _start(self, seed: int) -> np.ndarray:
         self.close()
-        self._env = self._build(seed=int(self.np_random.integers(2**31)), **self._arguments)
-        return self._observe(self._env.reset()), {}
+        self._env = self._build(seed=seed, **self._arguments)
+        return self._observe(self._env.reset())
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         result = self._env.step(int(action))
@@ -95,15 +88,10 @@ class MemoryMazeEnv(gymnasium.Env):
             {},
         )
 
-    def render(self) -> np.ndarray:
-        """Return the last observation, (H, W, 3) uint8."""
-        return self._image
-
     def _observe(self, result: Any) -> np.ndarray:
         image = result.observation
         if image.shape != self.observation_space.shape:
-            height, width, _ = self._image.shape
-            image = resize(np.ascontiguousarray(image.transpose(2, 0, 1)), (height, width)).transpose(1, 2, 0)
+            image = resize(np.ascontiguousarray(image.transpose(2, 0, 1)), self.size).transpose(1, 2, 0)
         self._image = image
         return image
 

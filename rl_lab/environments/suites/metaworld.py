@@ -19,7 +19,8 @@ import numpy as np
 from gymnasium import spaces
 
 from rl_lab.environments.rendering import choose_renderer
-from rl_lab.errors import ConfigError, closest
+from rl_lab.environments.suites.base import SeededEnv
+from rl_lab.errors import ConfigError, closest, known_task
 
 EXTRA = "metaworld"
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
@@ -90,9 +91,7 @@ def tasks() -> list[str]:
 
 def resolve(task: str) -> str:
     name = task.removeprefix("mw-").replace("_", "-").removesuffix("-v3")
-    if name not in TASKS:
-        raise ConfigError(f"no task 'metaworld/{task}'.{closest(name, TASKS)}")
-    return name
+    return known_task("metaworld", task, TASKS, name)
 
 
 def make(
@@ -123,7 +122,7 @@ def make(
     )
 
 
-class MetaWorldEnv(gymnasium.Env):
+class MetaWorldEnv(SeededEnv):
     """One task with an observed, changing goal."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 40}  # noqa: RUF012 (as in Gymnasium)
@@ -133,14 +132,12 @@ class MetaWorldEnv(gymnasium.Env):
         task: str,
         *,
         observe: str,
-        size: tuple[int, int],
-        action_repeat: int,
-        time_limit: int,
-        render_mode: str | None = None,
+        **settings: Any,
     ) -> None:
         import metaworld
         import mujoco
 
+        super().__init__(**settings)
         self._mujoco = mujoco
         height, width = RENDER_SIZE  # of `render`, from which the image of an observation is scaled down
         cls = metaworld.ALL_V3_ENVIRONMENTS[f"{task}-v3"]
@@ -152,31 +149,22 @@ class MetaWorldEnv(gymnasium.Env):
         self._env._freeze_rand_vec = False  # another goal in each episode
         self._env.seeded_rand_vec = True  # drawn from the environment's own generator
         self.observe = observe
-        self.size = size
-        self.action_repeat = action_repeat
-        self.time_limit = time_limit
-        self.render_mode = render_mode
-        self._elapsed = 0
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
         parts: dict[str, spaces.Space] = {}
         if observe != "vision":
             parts["state"] = spaces.Box(-np.inf, np.inf, self._env.observation_space.shape, np.float32)
         if observe != "proprio":
-            parts["image"] = spaces.Box(0, 255, (*size, 3), np.uint8)
+            parts["image"] = spaces.Box(0, 255, (*self.size, 3), np.uint8)
         self.observation_space = spaces.Dict(parts)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        super().reset(seed=seed)
-        self._env.seed(int(self.np_random.integers(2**31)))
+    def _start(self, seed: int) -> dict[str, Any]:
+        self._env.seed(seed)
         self._mujoco.mj_resetData(
             self._env.model, self._env.data
         )  # the package keeps contacts and the gripper's place
         self._env.reset()
-        self._elapsed = 0
         state, *_ = self._env.step(np.zeros(4, np.float32))
-        return self._observe(state), {}
+        return self._observe(state)
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         reward = 0.0
@@ -184,7 +172,7 @@ class MetaWorldEnv(gymnasium.Env):
             state, gained, _, _, info = self._env.step(np.asarray(action, np.float32))
             reward += float(gained)
         self._elapsed += 1
-        ended = self._elapsed >= self.time_limit
+        ended = self.at_limit
         return self._observe(state), reward, False, ended, {"log/success": float(ended and info["success"])}
 
     def render(self) -> np.ndarray:

@@ -22,7 +22,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rl_lab.errors import ConfigError, LabError, MissingPackageError, closest, one_line
+from rl_lab.environments.suites.base import SeededEnv
+from rl_lab.errors import ConfigError, LabError, MissingPackageError, known_task, one_line
 
 EXTRA = ""
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
@@ -86,9 +87,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in ACTIONS:
-        raise ConfigError(f"no task 'minecraft/{task}'.{closest(task, ACTIONS)}")
-    return task
+    return known_task("minecraft", task, ACTIONS)
 
 
 def make(
@@ -113,7 +112,7 @@ def make(
     )
 
 
-class MinecraftEnv(gymnasium.Env):
+class MinecraftEnv(SeededEnv):
     """One game with discrete actions. A world is generated for each episode."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012 (as in Gymnasium)
@@ -122,26 +121,19 @@ class MinecraftEnv(gymnasium.Env):
         self,
         task: str,
         *,
-        size: tuple[int, int],
-        action_repeat: int,
-        time_limit: int,
         break_speed: float,
-        render_mode: str | None = None,
+        **settings: Any,
     ) -> None:
+        super().__init__(**settings)
         self.task = task
-        self.size = size
-        self.action_repeat = action_repeat
-        self.time_limit = time_limit
-        self.render_mode = render_mode
         self.action_names = tuple(ACTIONS[task])
         self._attack_steps = STICKY_ATTACK if break_speed == 1.0 else 0
-        self._game = _create(size, break_speed)
+        self._game = _create(self.size, break_speed)
         observed = self._game.observation_space
         # Oak logs and the logs of acacia and dark oak are one item.
         self.items = tuple(name for name in _names(observed["inventory"]) if name != "log2")
         self.equipment = tuple(str(name) for name in observed["equipped_items"]["mainhand"]["type"].values)
         self._check_items()
-        self._image = np.zeros((*size, 3), np.uint8)
         self.action_space = spaces.Discrete(len(self.action_names))
         count = spaces.Box(0.0, np.inf, (len(self.items),), np.float32)
         share = spaces.Box(0.0, np.inf, (1,), np.float32)  # above 1 after a golden apple
@@ -157,20 +149,15 @@ class MinecraftEnv(gymnasium.Env):
             }
         )
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        super().reset(seed=seed)
-        self._game.seed(
-            int(self.np_random.integers(2**31)), seed_spaces=False
-        )  # MineRL forgets it afterwards
+    def _start(self, seed: int) -> dict[str, Any]:
+        self._game.seed(seed, seed_spaces=False)  # MineRL forgets it afterwards
         raw = self._game.reset()
-        self._elapsed = self._pitch = self._attacking = self._jumping = 0
+        self._pitch = self._attacking = self._jumping = 0
         self._most = np.zeros(len(self.items), np.float32)
         self._obs = self._observe(raw)
         self._begun: set[str] = {name for name in self.items if self._counts[name] > 0}
         self._last_health, self._last_height, self._logs = self._health, self._height, self._counts["log"]
-        return self._obs, {}
+        return self._obs
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         command = self._command(self.action_names[int(action)])
@@ -179,7 +166,6 @@ class MinecraftEnv(gymnasium.Env):
         )
         following |= {name: command[name] for name in ("attack", "forward", "back", "left", "right")}
         self._elapsed += 1
-        truncated = self._elapsed >= self.time_limit
         for number in range(self.action_repeat):
             raw, _, done, info = self._game.step(_copy(command if number == 0 else following))
             if info and "error" in info:  # the connection was lost, and the observation is a random one
@@ -188,11 +174,7 @@ class MinecraftEnv(gymnasium.Env):
                 break
         self._obs = self._observe(raw)
         reward, log = self._reward()
-        return self._obs, reward, bool(done), truncated and not done, log
-
-    def render(self) -> np.ndarray:
-        """Return the last image, (H, W, 3) uint8."""
-        return self._image
+        return self._obs, reward, bool(done), self.at_limit and not done, log
 
     def close(self) -> None:
         self._game.close()

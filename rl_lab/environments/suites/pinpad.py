@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rl_lab.environments.wrappers import TimeLimit
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import known_task
 
 EXTRA = ""
 WIDTH, HEIGHT = 16, 14  # cells, with the wall around them
@@ -82,9 +82,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in LAYOUTS:
-        raise ConfigError(f"no task 'pinpad/{task}'.{closest(task, LAYOUTS)}")
-    return task
+    return known_task("pinpad", task, LAYOUTS)
 
 
 def make(task: str, *, render: bool = False) -> gymnasium.Env:

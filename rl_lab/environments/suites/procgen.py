@@ -18,8 +18,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.suites.base import SeededEnv
 from rl_lab.environments.wrappers import TimeLimit
-from rl_lab.errors import ConfigError, LabError, closest
+from rl_lab.errors import ConfigError, LabError, known_task
 
 EXTRA = "envpool"
 # Game -> kinds of levels besides easy and hard.
@@ -51,9 +52,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in GAMES:
-        raise ConfigError(f"no task 'procgen/{task}'.{closest(task, GAMES)}")
-    return task
+    return known_task("procgen", task, GAMES)
 
 
 def make(
@@ -83,7 +82,7 @@ def make(
     return TimeLimit(env, LENGTH)
 
 
-class ProcGenEnv(gymnasium.Env):
+class ProcGenEnv(SeededEnv):
     """One game of EnvPool. A pool can only be seeded when it is created, so each episode has its own."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012 (as in Gymnasium)
@@ -91,19 +90,15 @@ class ProcGenEnv(gymnasium.Env):
     def __init__(self, name: str, *, render_mode: str | None = None, **options: Any) -> None:
         import envpool
 
+        super().__init__(render_mode=render_mode)
         self._make_pool = envpool.make_gymnasium
         self._name = name
         self._options = options
         self._pool: Any = None
-        self._frame = np.zeros((64, 64, 3), np.uint8)
-        self.render_mode = render_mode
-        self.observation_space = spaces.Box(0, 255, self._frame.shape, np.uint8)
+        self.observation_space = spaces.Box(0, 255, self._image.shape, np.uint8)
         self.action_space = spaces.Discrete(15)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
+    def _start(self, seed: int) -> np.ndarray:
         self.close()
         try:
             with warnings.catch_warnings():
@@ -113,7 +108,7 @@ class ProcGenEnv(gymnasium.Env):
                     num_envs=1,
                     num_threads=1,
                     channel_first=False,
-                    seed=int(self.np_random.integers(2**31)),
+                    seed=seed,
                     max_episode_steps=NO_LIMIT,  # a wrapper enforces the limit
                     **self._options,
                 )
@@ -124,19 +119,15 @@ class ProcGenEnv(gymnasium.Env):
                     "qt5-qtbase"
                 ) from error
             raise
-        self._frame = self._pool.reset()[0][0]
-        return self._frame, {}
+        self._image = self._pool.reset()[0][0]  # 64×64: EnvPool has no larger one
+        return self._image
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         obs, reward, terminated, _, info = self._pool.step(np.array([action], np.int32))
-        self._frame = obs[0]
+        self._image = obs[0]
         ended = bool(terminated[0])
         solved = float(ended and bool(info["prev_level_complete"][0]))
-        return self._frame, float(reward[0]), ended, False, {"log/level_complete": solved}
-
-    def render(self) -> np.ndarray:
-        """Return the last frame, (64, 64, 3) uint8; EnvPool has no larger one."""
-        return self._frame
+        return self._image, float(reward[0]), ended, False, {"log/level_complete": solved}
 
     def close(self) -> None:
         if self._pool is not None:

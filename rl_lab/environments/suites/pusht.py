@@ -27,7 +27,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rl_lab.errors import ConfigError, MissingPackageError, closest, install_line
+from rl_lab.errors import MissingPackageError, install_line, known_task
 
 if TYPE_CHECKING:
     import pygame
@@ -70,9 +70,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in TASKS:
-        raise ConfigError(f"no task 'pusht/{task}'.{closest(task, TASKS)}")
-    return task
+    return known_task("pusht", task, TASKS)
 
 
 def make(task: str, *, render: bool = False) -> gymnasium.Env:

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rl_lab.environments.wrappers import TimeLimit
-from rl_lab.errors import ConfigError, closest
+from rl_lab.errors import known_task
 
 if TYPE_CHECKING:
     from rl_lab.environments.tensor_env import TensorSimulator
@@ -31,9 +31,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in TASKS:
-        raise ConfigError(f"no task 'tensor/{task}'.{closest(task, TASKS)}")
-    return task
+    return known_task("tensor", task, TASKS)
 
 
 def simulator(task: str, num_envs: int, device: Any, **options: Any) -> TensorSimulator:

@@ -24,8 +24,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rl_lab.environments.suites.base import SeededEnv
 from rl_lab.environments.wrappers import resize
-from rl_lab.errors import ConfigError, LabError, closest, one_line
+from rl_lab.errors import ConfigError, LabError, closest, known_task, one_line
 
 EXTRA = "vizdoom"
 HANDLES = frozenset({"size", "action_repeat", "time_limit"})
@@ -51,9 +52,7 @@ def tasks() -> list[str]:
 
 
 def resolve(task: str) -> str:
-    if task not in TASKS:
-        raise ConfigError(f"no task 'vizdoom/{task}'.{closest(task, TASKS)}")
-    return task
+    return known_task("vizdoom", task, TASKS)
 
 
 def make(
@@ -85,28 +84,24 @@ def make(
     )
 
 
-class DoomEnv(gymnasium.Env):
+class DoomEnv(SeededEnv):
     """One game. One decision is `action_repeat` tics of 1/35 s."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 35}  # noqa: RUF012 (as in Gymnasium)
+    SEEDS = 2**32
 
     def __init__(
         self,
         task: str,
         *,
-        size: tuple[int, int],
-        action_repeat: int,
-        time_limit: int | None,
         thirds: bool,
         crop: bool,
-        render_mode: str | None = None,
+        **settings: Any,
     ) -> None:
         import vizdoom
 
-        self.action_repeat = action_repeat
-        self.render_mode = render_mode
+        super().__init__(**settings)
         self.thirds = thirds
-        self.size = size
         self._rows = slice(None, -CROP) if crop else slice(None)
         self._game = game = vizdoom.DoomGame()
         game.load_config(str(Path(vizdoom.scenarios_path) / f"{task}.cfg"))
@@ -116,11 +111,10 @@ class DoomEnv(gymnasium.Env):
         game.set_mode(vizdoom.Mode.PLAYER)  # it waits for actions
         game.set_screen_format(vizdoom.ScreenFormat.RGB24)
         game.set_screen_resolution(vizdoom.ScreenResolution.RES_320X240)
-        self.time_limit = time_limit
-        if time_limit is not None:
+        if self.time_limit is not None:
             game.set_episode_timeout(0)  # the decisions are counted here
         elif task in LIMITS:
-            self.time_limit = -(-LIMITS[task] // action_repeat)
+            self.time_limit = -(-LIMITS[task] // self.action_repeat)
         game.set_seed(0)
         try:
             # It creates a folder `_vizdoom` where it starts.
@@ -130,20 +124,16 @@ class DoomEnv(gymnasium.Env):
             raise LabError(f"vizdoom/{task} does not start: {one_line(error)}") from error
         count = game.get_available_buttons_size()
         self._buttons = [[0.0] * count, *np.eye(count).tolist()]
-        self.observation_space = spaces.Box(0, 255, (*size, 3), np.uint8)
+        self.observation_space = spaces.Box(0, 255, (*self.size, 3), np.uint8)
         self.action_space: spaces.Space = (
             spaces.Box(-1.0, 1.0, (1,), np.float32) if thirds else spaces.Discrete(count + 1)
         )
-        self._screen = np.zeros((240, 320, 3), np.uint8)
+        self._image = np.zeros((240, 320, 3), np.uint8)  # the screen
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._game.set_seed(int(self.np_random.integers(2**32)))
+    def _start(self, seed: int) -> np.ndarray:
+        self._game.set_seed(seed)
         self._game.new_episode()
-        self._elapsed = 0
-        return self._observe(), {}
+        return self._observe()
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         if self.thirds:
@@ -156,12 +146,7 @@ class DoomEnv(gymnasium.Env):
         self._elapsed += 1
         late = ended and self._game.is_episode_timeout_reached() and not self._game.is_player_dead()
         terminated = ended and not late
-        limited = self.time_limit is not None and self._elapsed >= self.time_limit
-        return self._observe(), float(reward), terminated, late or (limited and not terminated), {}
-
-    def render(self) -> np.ndarray:
-        """Return the screen, (240, 320, 3) uint8."""
-        return self._screen
+        return self._observe(), float(reward), terminated, late or (self.at_limit and not terminated), {}
 
     def close(self) -> None:
         self._game.close()
@@ -169,8 +154,8 @@ class DoomEnv(gymnasium.Env):
     def _observe(self) -> np.ndarray:
         state = self._game.get_state()
         if state is not None:  # after the end there is none: the last screen stays
-            self._screen = np.array(state.screen_buffer)
-        image = np.ascontiguousarray(self._screen[self._rows].transpose(2, 0, 1))
+            self._image = np.array(state.screen_buffer)
+        image = np.ascontiguousarray(self._image[self._rows].transpose(2, 0, 1))
         return np.ascontiguousarray(resize(image, self.size).transpose(1, 2, 0))
 
 
