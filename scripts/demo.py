@@ -28,9 +28,9 @@ def main() -> int:
 
 
 def cartpole(overrides: list[str], programs: str) -> list[str]:
-    """Train the default experiment, evaluate it and draw its curve; returns what to print, [] if it was stopped."""
+    """Train on CartPole, evaluate the agent and draw its curve; returns what to print, [] if it was stopped."""
     print("\n2 of 2: Dreamer on CartPole-v1, from its state\n")
-    run, minutes = train(None, overrides)
+    run, minutes = train("dreamer_cartpole_steady", overrides)
     if run.interrupted:
         return []
     print("evaluating 20 new episodes with the best checkpoint …")
@@ -39,8 +39,8 @@ def cartpole(overrides: list[str], programs: str) -> list[str]:
     steps = run.counters["env_steps"]
     return [
         f"Dreamer on CartPole-v1: return {result['return_mean']:.0f} ± {result['return_std']:.0f} over 20 new episodes (the",
-        f"maximum is 500). {steps} steps took {minutes:.1f} minutes; the weights are those of step {result['step']}, which",
-        "had the best evaluation during training.",
+        f"maximum is 500). {steps} decisions took {minutes:.1f} minutes; the weights are those of decision {result['step']},",
+        "which had the best evaluation during training.",
         "",
         f"  curve        {curve}",
         f"  video        {result['files'].get('video', 'none: rendering needs pygame')}",
@@ -78,7 +78,7 @@ def errors(found: DreamReport) -> tuple[float, float]:
     return found.curves[label]["image mse"].overall, found.baseline["image mse"].overall
 
 
-def train(experiment: str | None, overrides: list[str]) -> tuple[RunResult, float]:
+def train(experiment: str, overrides: list[str]) -> tuple[RunResult, float]:
     """Return the run and the minutes that it took."""
     start = time.perf_counter()
     run = rl_lab.train(experiment, [word for word in overrides if not word.startswith("run_dir=")])

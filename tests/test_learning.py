@@ -87,6 +87,15 @@ CATCH = ["--env", "cells=4", "--env", "side=16", "--workers", "0"]
 
 
 @pytest.mark.learning
+def test_cartpole_stays_up(tmp_path: Path):
+    """Not one good evaluation: the mean of the last ten. docs/results/dreamer_cartpole_steady.json has ten seeds."""
+    words = ["environment.workers=0", "experiment.seed=0", *QUIET, f"run_dir={tmp_path / 'run'}"]
+    run = rl_lab.train("dreamer_cartpole_steady", words)
+    returns = Metrics.read(run.path / "metrics.jsonl").curve("eval/return_mean").finite()
+    assert len(returns.y) >= 20 and sum(returns.y[-10:]) / 10 >= 475.0
+
+
+@pytest.mark.learning
 def test_pretrained_world_model_starts_ahead(tmp_path: Path):
     """After 1,000 steps on Catch: trained first on a random policy's episodes above 1.5, without below 0."""
     data, ends = tmp_path / "data", dict[str, float]()
@@ -98,3 +107,23 @@ def test_pretrained_world_model_starts_ahead(tmp_path: Path):
         run = rl_lab.train(name, [*QUIET, *short, *more, f"run_dir={tmp_path / name}"])
         ends[name] = returns_by_step(run.path)[1000]
     assert ends["dreamer_catch_pretrained"] >= 1.5 and ends["dreamer_catch"] <= 0.0, ends
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("seed", [0, 1])
+def test_demonstrations_in_replay_open_the_lock(seed: int, tmp_path: Path):
+    """dummy/lock after 1,600 steps: 1 with an expert's episodes in replay, 0 without. 50 s of CPU time for a seed."""
+    data = tmp_path / "data"
+    words = ["collect", "lock", "--epsilon", "0.1", "--episodes", "50", "--workers", "0", "--out", str(data)]
+    assert main(words) == 0
+    short = [
+        "training.total_timesteps=1600",
+        "training.evaluate.every_env_steps=800",
+        "environment.workers=0",
+    ]
+    runs = {"dreamer_lock": [], "dreamer_lock_demonstrations": [f"buffers.offline.path={data}"]}
+    ends = {}
+    for name, more in runs.items():
+        out = [f"experiment.seed={seed}", f"run_dir={tmp_path / name}"]
+        ends[name] = rl_lab.train(name, [*QUIET, *short, *more, *out]).eval_return_mean
+    assert ends["dreamer_lock_demonstrations"] >= 0.8 and ends["dreamer_lock"] <= 0.2, ends

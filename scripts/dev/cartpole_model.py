@@ -26,7 +26,7 @@ from rl_lab.utils.files import write_json_atomic
 
 EPISODES, STEPS = 16, 500
 EDGES = (-9.0, -2.4, -2.2, -1.8, -1.0, 1.0, 1.8, 2.2, 2.4, 9.0)  # the episode ends beyond ±2.4
-TRAINING = "rl-lab train experiment.seed=S training.evaluate.every_env_steps=500 [algorithm.replay_context=0]"
+TRAINING = "rl-lab train [+experiment=dreamer_cartpole_steady] experiment.seed=S training.evaluate.every_env_steps=500"
 NAMES = ("position", "velocity", "angle", "angular velocity")
 
 
@@ -101,7 +101,8 @@ def play(run: Path, *, likeliest: bool) -> dict[str, Any]:
     """Run episodes with sampled actions; `likeliest`: the latents of largest probability instead of samples."""
     agent = rl_lab.load_agent(run)
     workflow = agent.workflow
-    env = rl_lab.make_env("CartPole-v1", EPISODES, workers=0, seed=3)
+    asked = {key: agent.config.environment[key] for key in ("action_repeat", "time_limit")}
+    env = rl_lab.make_env("CartPole-v1", EPISODES, workers=0, seed=3, **asked)
     generator = torch.Generator().manual_seed(5)
     obs, _ = env.reset()
     state = workflow.initial_policy_state(EPISODES)
