@@ -51,6 +51,7 @@ docs: $(DOCS)/.docs
 docs-images: $(VENV)/.dev
 	$(BIN)/python scripts/dev/environment_images.py
 	$(BIN)/python scripts/dev/report_images.py
+	$(BIN)/python scripts/dev/result_figures.py
 
 clean:
 	rm -rf $(VENV) $(EXTRAS) $(DOCS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

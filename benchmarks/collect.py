@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_lab.build import Run, build_run, probe_environment
+from rl_lab.build import Run, build_run
 from rl_lab.config.compose import compose_config, resolve_config, to_plain
 from rl_lab.environments.make import env_config_options, make_env
 from rl_lab.errors import LabError, closest
+from rl_lab.run_environments import probe_environment
 
 # Name -> words of its experiment
 TASKS = {

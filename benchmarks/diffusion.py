@@ -24,10 +24,10 @@ from rl_lab.buffers.batches import BatchStream
 from rl_lab.buffers.replay import ReplayBuffer
 from rl_lab.build import assemble_workflow
 from rl_lab.config.compose import compose_config, resolve_config
-from rl_lab.launch.runtime import resolve_device
 from rl_lab.orchestration.collector import ActRunner
 from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
+from rl_lab.utils.device import resolve_device
 
 Row = dict[str, Any]
 ACTION = ActionSpec("continuous", (2,), low=(0.0, 0.0), high=(512.0, 512.0))

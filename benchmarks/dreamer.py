@@ -22,11 +22,11 @@ from rl_lab.buffers.batches import BatchStream
 from rl_lab.build import assemble_workflow, build_buffers
 from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.errors import require_choice
-from rl_lab.launch.runtime import resolve_device
 from rl_lab.orchestration.collector import ActRunner
 from rl_lab.orchestration.diagnostics import print_kernels
 from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
+from rl_lab.utils.device import resolve_device
 
 ROWS_PER_STREAM = 600
 STREAMS = 16

@@ -23,10 +23,10 @@ import torch
 
 from rl_lab.build import assemble_workflow
 from rl_lab.config.compose import compose_config, resolve_config
-from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.diagnostics import print_kernels
 from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActionSpec, ArraySpec, Batch, BatchSpec, Spec
+from rl_lab.utils.device import asks_for_tensor_float, resolve_device
 
 PARTS = ("tokenizer", "world_model", "actor_critic")
 PERCEPTUAL = "+components/reconstruction_loss@components.tokenizer.losses.perceptual=perceptual"

@@ -24,11 +24,11 @@ import torch
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.build import assemble_workflow, build_buffers
 from rl_lab.config.compose import compose_config, resolve_config
-from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.collector import EAGER_CALLS, ActRunner
 from rl_lab.orchestration.diagnostics import print_kernels
 from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
+from rl_lab.utils.device import asks_for_tensor_float, resolve_device
 
 ROWS = 2000
 EPISODE = 500

@@ -34,16 +34,17 @@ import numpy as np
 import torch
 
 from rl_lab.buffers.batches import BatchStream
-from rl_lab.build import assemble_workflow, build_buffers, environment_spec
+from rl_lab.build import assemble_workflow, build_buffers
 from rl_lab.components.nn.quantizers import code_shares, entropy_bits
 from rl_lab.components.representation_learners.tokenizer import to_frames
 from rl_lab.config.compose import compose_config, resolve_config, to_plain
 from rl_lab.environments.make import make_configured_env
 from rl_lab.errors import LabError, closest, one_line
-from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActMode, Batch
+from rl_lab.run_environments import environment_spec
+from rl_lab.utils.device import asks_for_tensor_float, resolve_device
 
 STEPS = (1, 5, 15)  # of open-loop prediction
 HELD_OUT_SEED, OTHER_SEED = 1000, 2000  # added to the seed of the episodes

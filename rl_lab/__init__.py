@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rl_lab.agent import Agent, load_agent
     from rl_lab.environments.make import make_env
     from rl_lab.environments.world_model_env import WorldModelEnv
+    from rl_lab.orchestration.callbacks import Callback
     from rl_lab.tools.check_env import EnvCheck, check_env
     from rl_lab.tools.evaluate import evaluate
     from rl_lab.tools.export.command import export
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Agent",
+    "Callback",
     "EnvCheck",
     "RunResult",
     "WorldModelEnv",
@@ -42,6 +44,7 @@ __all__ = [
 
 _MODULES = {
     "Agent": "rl_lab.agent",
+    "Callback": "rl_lab.orchestration.callbacks",
     "EnvCheck": "rl_lab.tools.check_env",
     "RunResult": "rl_lab.training",
     "WorldModelEnv": "rl_lab.environments.world_model_env",

@@ -27,16 +27,15 @@ from rl_lab.errors import (
     one_line_errors,
     unexpected,
 )
-from rl_lab.launch.runtime import resolve_device
 from rl_lab.records import OBS_PREFIX, ActMode, Spec
 from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.utils.checkpoint.loading import Loaded, load_weights
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.manifest import read_manifest
 from rl_lab.utils.checkpoint.matching import load_matching, partial_load
+from rl_lab.utils.device import resolve_device
 from rl_lab.utils.files import absolute, read_json
-from rl_lab.workflows.context import WorldModelComponents
-from rl_lab.workflows.controllers import ControllerManager
+from rl_lab.workflows.context import ControllerManager, WorldModelComponents
 
 
 class Agent:

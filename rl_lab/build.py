@@ -1,4 +1,4 @@
-"""Builds a run from a resolved config: environments, parts, buffers, the workflow and the Orchestrator.
+"""Builds a run from a resolved config: parts, buffers, workflow, Orchestrator. Environments: run_environments.py.
 
 This module may import every package. Errors in a config are raised here, before the first step.
 """
@@ -19,13 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from rl_lab.config.compose import to_plain
-from rl_lab.environments.make import env_config_options, make_env, probe
+from rl_lab.environments.make import env_config_options
 from rl_lab.environments.vector import FourValueEnv, VectorEnv
-from rl_lab.errors import ConfigError, LabError, closest, reject_unknown, unexpected
-from rl_lab.launch.ranks import own_seed, rank_config
-from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
+from rl_lab.errors import ConfigError, LabError, closest, one_line, reject_unknown, require_choice
 from rl_lab.orchestration.collector import Collector
-from rl_lab.orchestration.evaluator import Evaluator
 from rl_lab.orchestration.orchestrator import Orchestrator, Settings
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import EVERY_KEYS, Cadences, Every, HookInfo, PhaseDefinition, parse_phases
@@ -36,13 +33,19 @@ from rl_lab.orchestration.update_check import check_batches
 from rl_lab.orchestration.updates import HookRunner, Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep
 from rl_lab.records import AnyHook, EvolveHook, PlainHook, Spec, TransformHook
+from rl_lab.run_environments import (
+    build_evaluator,
+    cluster_options,
+    population_environment,
+    training_environment,
+)
 from rl_lab.utils import ranks
 from rl_lab.utils.checkpoint.manager import CheckpointManager
+from rl_lab.utils.device import asks_for_tensor_float, resolve_device
 from rl_lab.utils.metrics import Stopwatch
 from rl_lab.utils.seeding import Generators, derive_seed, seed_everything
 from rl_lab.workflows.base import WorldModelWorkflow
-from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
-from rl_lab.workflows.controllers import ControllerManager
+from rl_lab.workflows.context import ControllerManager, WorkflowContext, WorldModelComponents
 
 if TYPE_CHECKING:
     from rl_lab.orchestration.remote_collector import RemoteCollector
@@ -79,7 +82,11 @@ def build_run(
     say: Callable[[str], None] = print,
 ) -> Run:
     """Build a training run from a resolved config; with several ranks, this rank's part of it."""
-    config = rank_config(config)
+    require_choice("training.global_batch", config.training.get("global_batch", "fixed"), ("fixed", "scaled"))
+    if ranks.size() > 1:
+        from rl_lab.launch.ranks import rank_config
+
+        config = rank_config(config)
     training = config.training
     seed = int(config.experiment.seed)
     device = resolve_device(str(config.experiment.device))
@@ -170,7 +177,7 @@ def build_run(
         device=device,
         prefetch=_prefetch(training, buffers, device),
     )
-    phases = parse_phases(_plain(training.phases), hook_infos(hooks), buffers, workflow.resolve_hook)
+    phases = parse_phases(to_plain(training.phases), hook_infos(hooks), buffers, workflow.resolve_hook)
     _check_phases(
         phases, workflow, {**dict(components.items()), **dict(controllers.items())}, buffers, config
     )
@@ -233,7 +240,7 @@ def build_run(
             device,
             normalizer=environment.normalizer,
             say=say,
-            **_cluster_options(config, cluster, "evaluation"),
+            **cluster_options(config, cluster, "evaluation"),
         ),
         say=say,
     )
@@ -308,7 +315,7 @@ def build_runners(
                 config,
                 environment,
                 say,
-                **_cluster_options(config, cluster, "population"),
+                **cluster_options(config, cluster, "population"),
             ),
             seed=int(config.experiment.seed),
             say=say,
@@ -332,7 +339,7 @@ def build_cadences(training: DictConfig) -> Cadences:
     }
     cadences = {}
     for name in ("log", "evaluate", "report", "checkpoint"):
-        node = _plain(training[name]) or {}
+        node = to_plain(training[name]) or {}
         reject_unknown(f"training.{name}", node, known)
         cadences[name] = Every.from_config(node)
     epochs = training.checkpoint.get("epoch_weights")
@@ -369,7 +376,7 @@ def check_temperature(workflow: Any, path: str, temperature: float) -> None:
 
 
 def _check_temperatures(workflow: Any, training: DictConfig, phases: list[PhaseDefinition]) -> None:
-    collect = _plain(training.get("collect")) or {}
+    collect = to_plain(training.get("collect")) or {}
     reject_unknown("training.collect", collect, {"temperature"})
     check_temperature(workflow, "training.collect.temperature", float(collect.get("temperature", 1.0)))
     evaluate = eval_temperature(training)
@@ -424,8 +431,7 @@ def _prefetch(training: DictConfig, buffers: Mapping[str, Any], device: torch.de
 
 
 def _choice(path: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ConfigError(f"{path} is '{value}'.{closest(str(value), allowed)}")
+    require_choice(path, value, allowed)
     return str(value)
 
 
@@ -491,7 +497,7 @@ def instantiate(path: str, node: Any, **extra: Any) -> Any:
     try:
         constructor = get_object(target)
     except Exception as error:
-        raise ConfigError(f"{path}._target_: cannot import '{target}': {_reason(error)}") from error
+        raise ConfigError(f"{path}._target_: cannot import '{target}': {one_line(error)}") from error
     accepted = inspect.signature(constructor).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     given = {key: value for key, value in extra.items() if key in accepted or open_ended}
@@ -506,7 +512,7 @@ def instantiate(path: str, node: Any, **extra: Any) -> Any:
         raise
     except Exception as error:
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-        raise ConfigError(f"{path}: {target} could not be built: {_reason(cause)}") from error
+        raise ConfigError(f"{path}: {target} could not be built: {one_line(cause)}") from error
 
 
 def build_parts(
@@ -573,7 +579,7 @@ def build_buffers(
     columns = {**spec.row_columns(), **extras}
     buffers = {}
     for name, node in config.buffers.items():
-        options = env_config_options(_plain(config.environment), evaluation=name == "eval")
+        options = env_config_options(to_plain(config.environment), evaluation=name == "eval")
         buffers[name] = instantiate(
             f"buffers.{name}",
             node,
@@ -586,142 +592,3 @@ def build_buffers(
             on_warning=say,
         )
     return buffers
-
-
-def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
-
-
-# ---------------------------------------------------------------- environments
-
-
-def environment_spec(config: DictConfig) -> Spec:
-    """Create the environment once to read its shapes; the evaluation environment must have the same."""
-    return probe_environment(config)[0]
-
-
-def probe_environment(config: DictConfig) -> tuple[Spec, dict[str, Any]]:
-    """Like `environment_spec`, and return the data of the environment's `NativeForm` as well."""
-    environment = to_plain(config.environment) if "environment" in config else None
-    if not isinstance(environment, dict):
-        raise ConfigError(
-            "environment is missing from the config: choose one, for example environment=cartpole"
-        )
-    missing = [f"environment.{key}" for key, value in environment.items() if value == "???"]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} must be set: the config has no value for it")
-    if not isinstance(environment.get("eval") or {}, dict):
-        raise ConfigError(f"environment.eval must be a mapping, not {environment['eval']!r}")
-    probed = [_probe(env_config_options(environment, evaluation=evaluation)) for evaluation in (False, True)]
-    specs = [spec for spec, _ in probed]
-    shapes = [(spec.observations, spec.action) for spec in specs]
-    if shapes[0] != shapes[1]:
-        raise ConfigError(
-            "environment.eval must not change the shapes of the training environment, "
-            f"but it has {specs[1].to_dict()} instead of {specs[0].to_dict()}"
-        )
-    return probed[0]
-
-
-def _probe(options: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
-    try:
-        return probe(**options)
-    except LabError:
-        raise
-    except Exception as error:  # an environment's constructor can raise anything
-        raise ConfigError(
-            f"environment.task={options['task']!r} cannot be created: {unexpected(error)}"
-        ) from error
-
-
-def training_environment(
-    config: DictConfig,
-    spec: Spec,
-    *,
-    copy: bool,
-    logger: Any,
-    say: Callable[[str], None],
-    device: torch.device | str = "cpu",  # of batched environments
-) -> VectorEnv:
-    """Create the training environment and check that its spec is that of the run."""
-    options = env_config_options(to_plain(config.environment))
-    seed = derive_seed(int(config.experiment.seed), "train", *own_seed())
-    options |= {"batched": bool(config.environment.get("batched")), "device": device}
-    environment = make_env(**options, **_video_options(config, logger), seed=seed, copy=copy)
-    environment.listen(say)
-    if environment.spec.row_columns() != spec.row_columns():
-        environment.close()
-        raise ConfigError(
-            f"{spec.name} must have the observations and actions that the run was created with, "
-            f"but it has {environment.spec.to_dict()} instead of {spec.to_dict()}"
-        )
-    return environment
-
-
-def _video_options(config: DictConfig, logger: Any) -> dict[str, Any]:
-    """Return the make_env options for videos of training episodes, if the config enables them."""
-    every, run_dir = config.environment.get("video_every"), getattr(logger, "run_dir", None)
-    if not every or run_dir is None:
-        return {}
-    return {"video_every": every, "video_folder": run_dir / "media" / "episodes" / "train"}
-
-
-def _cluster_options(config: DictConfig, cluster: Any, use: str) -> dict[str, Any]:
-    """Return the make_env options for environments on the cluster, or {} without one."""
-    if cluster is None:
-        return {}
-    from rl_lab.remote_parts import environment_options
-
-    return environment_options(config, cluster, use)
-
-
-def population_environment(
-    config: DictConfig,
-    training: VectorEnv,
-    say: Callable[[str], None],
-    num_envs: int | None = None,
-    **changes: Any,
-) -> VectorEnv:
-    """Create environments for the candidates of evolution; they share the run's observation statistics."""
-    options = {**env_config_options(to_plain(config.environment)), **changes}
-    seed = derive_seed(int(config.experiment.seed), "population", *own_seed())
-    options |= {"seed": seed, "copy": False, "batched": False}
-    environment = make_env(**options | ({} if num_envs is None else {"num_envs": num_envs}))
-    environment.listen(say, trusted=True)
-    environment.normalizer = training.normalizer
-    return environment
-
-
-def build_evaluator(
-    config: DictConfig,
-    device: torch.device,
-    *,
-    normalizer: Any = None,  # of training: each evaluation uses its current statistics
-    say: Callable[[str], None] = print,
-    **changes: Any,
-) -> Evaluator:
-    """Create an Evaluator with the `environment.eval.*` settings; `changes` are further make_env options."""
-    options = {
-        **env_config_options(to_plain(config.environment), evaluation=True),
-        **changes,
-        "batched": False,
-    }
-    options["normalize_observations"] = normalizer is not None
-    if config.environment.get("normalize_observations") and normalizer is None:
-        raise ConfigError(
-            "environment.normalize_observations is true: pass the run's statistics, normalizer=agent.normalizer"
-        )
-
-    def make(seed: int, render: bool) -> Any:
-        statistics = None if normalizer is None else normalizer.get_state()
-        fixed = {"seed": seed, "render": render, "copy": False, "observation_statistics": statistics}
-        environment = make_env(**{**options, **fixed})
-        environment.listen(say, trusted=True)
-        return environment
-
-    return Evaluator(make, device=device, seed=int(config.experiment.seed))

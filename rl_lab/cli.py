@@ -144,11 +144,22 @@ def _require_current_folder() -> None:
 class Parser(argparse.ArgumentParser):
     """Reports wrong arguments as a LabError: one message, with the closest known option."""
 
+    words: Sequence[str] = ()  # of the command line
+
     def error(self, message: str) -> NoReturn:
         options = [option for action in self._actions for option in action.option_strings]
-        wrong = re.search(r"unrecognized arguments: (-\S+)", message)
-        hint = closest(wrong[1].partition("=")[0], options) if wrong else ""
-        raise LabError(f"{message}.{hint} Run {self.prog} --help for its arguments")
+        wrong = re.search(r"unrecognized arguments: (.*)", message, re.DOTALL)
+        flags = [word for word in wrong[1].split() if word.startswith("-")] if wrong else []
+        hint = ""
+        if flags:
+            from rl_lab.config.compose import known_choices
+            from rl_lab.config.short_names import wrong_flags
+
+            verb = self.prog.rpartition(" ")[2]
+            hint = wrong_flags(verb, flags, self.words, options, known_choices("environment"))
+            hint = hint or f" Known: {', '.join(sorted(options))}"
+        end = "" if not hint or hint.endswith("?") else "."
+        raise LabError(f"{message}.{hint}{end} Run {self.prog} --help for its arguments")
 
 
 def _dispatch(args: list[str]) -> int:
@@ -169,6 +180,7 @@ def _run_verb(verb: str, args: list[str]) -> int:
     _require_current_folder()
     module = import_module(VERBS[verb][0])
     parser = Parser(prog=f"rl-lab {verb}", description=VERBS[verb][1], allow_abbrev=False)
+    parser.words = args
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     module.add_arguments(parser)
     # `rl-lab resume RUN --trust key=value`: words before and after an option

@@ -103,6 +103,17 @@ def require_choice(where: str, value: object, allowed: Iterable[str]) -> None:
         raise ConfigError(f"{where} is '{value}'.{closest(str(value), names)}")
 
 
+def known_task(suite: str, task: str, known: Iterable[str], name: str | None = None) -> str:
+    """Return a task of a suite as the suite spells it; ConfigError for an unknown one.
+
+    name: the task in the suite's spelling, if the user may write it in another one
+    """
+    name, names = task if name is None else name, list(known)
+    if name not in names:
+        raise ConfigError(f"no task '{suite}/{task}'.{closest(name, names)}")
+    return name
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """Format an exception as "KeyError: 'name'": its type and the first line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

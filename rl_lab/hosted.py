@@ -42,8 +42,8 @@ def settings(
     replay_gigabytes: for all rows of the replay; None: a quarter of the memory that is free
     """
     from rl_lab.buffers.ring import row_bytes
-    from rl_lab.build import probe_environment
     from rl_lab.config.compose import compose_config
+    from rl_lab.run_environments import probe_environment
 
     if replay_gigabytes is None:
         import psutil

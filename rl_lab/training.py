@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl_lab.build import Run, build_run, probe_environment
+from rl_lab.build import Run, build_run, instantiate
 from rl_lab.config.checks import check_config
 from rl_lab.config.compose import (
     change_key,
@@ -38,10 +38,11 @@ from rl_lab.errors import (
     one_line_errors,
     unexpected,
 )
-from rl_lab.launch.ranks import describe_change, describe_ranks
+from rl_lab.orchestration.run_log import STOP_WHEN
 from rl_lab.orchestration.run_state import saved_ranks
 from rl_lab.orchestration.update_check import UpdateWatch, check_updates
 from rl_lab.records import Spec
+from rl_lab.run_environments import probe_environment
 from rl_lab.run_folder import RunFolder, describe_differences, new_run_folder, output_root
 from rl_lab.utils import ranks
 from rl_lab.utils.checkpoint.loading import Loaded, load_weights
@@ -65,6 +66,7 @@ class RunResult:
     best_step: int | None = None
     seconds: float = 0.0  # of training, since this call began it
     steps_here: int = 0  # environment steps of this call; a resumed run has more
+    ended: str | None = None  # which callback ended the run before its last step, and why
     first_rank: bool = True  # False: of another process of torchrun, which prints nothing
 
     def summary(self) -> list[str]:
@@ -79,6 +81,9 @@ class RunResult:
         if not self.first_rank:
             return []
         lines = [f"done: {', '.join(parts)}"]
+        if self.ended:
+            more = f"; rl-lab resume {shlex.quote(shown_path(self.path))} {STOP_WHEN}=null continues"
+            lines.append(f"  ended early by {self.ended}{more * self.ended.startswith(STOP_WHEN)}")
         if self.best_return is not None:
             run = shlex.quote(shown_path(self.path))
             for verb, what in NEXT:
@@ -86,7 +91,7 @@ class RunResult:
         return lines
 
     def __repr__(self) -> str:
-        state = "stopped" if self.interrupted else "finished"
+        state = "stopped" if self.interrupted else "ended early" if self.ended else "finished"
         best = "" if self.best_return is None else f", best evaluation {self.best_return:,.1f}"
         return f"RunResult({str(self.path)!r}, {state} at step {self.counters.get('env_steps', 0):,}{best})"
 
@@ -106,6 +111,7 @@ def train(
     overrides: Overrides = (),
     *,
     env: Any = None,
+    callbacks: Sequence[Any] = (),
     config_dirs: Sequence[Path | str] = (),
     say: Callable[[str], None] = print,
 ) -> RunResult:
@@ -118,13 +124,14 @@ def train(
     env:       the environment: a class, a function that creates one, a Gymnasium id or an import path. A class of a
                notebook or of the running script is sent to worker processes by value; a later `resume` or `evaluate`
                in another program has to pass it again.
+    callbacks: objects with methods of `rl_lab.Callback`, called during training; `resume` has to get them again
     """
     items = override_words(overrides)
     if env is not None:
         items = [*environment_words(env), *items]
     if experiment or env is not None:
         items.insert(0, f"experiment={experiment or OWN_ENVIRONMENT}")
-    return train_config(compose_config(items, config_dirs=config_dirs), items, say=say)
+    return train_config(compose_config(items, config_dirs=config_dirs), items, say=say, callbacks=callbacks)
 
 
 def override_words(overrides: Overrides) -> list[str]:
@@ -157,18 +164,24 @@ def _value_text(key: str, value: Any) -> str:
 
 
 def train_config(
-    config: DictConfig, overrides: Sequence[str] = (), *, say: Callable[[str], None] = print
+    config: DictConfig,
+    overrides: Sequence[str] = (),
+    *,
+    say: Callable[[str], None] = print,
+    callbacks: Sequence[Any] = (),
 ) -> RunResult:
     """Train a composed config in a new run folder; an existing `run_dir` is resumed. Under torchrun, with all ranks."""
     with ranks.join(str(select(config, "experiment.device"))):
-        return _train_config(config, overrides, say if ranks.is_first() else _say_nothing)
+        return _train_config(config, overrides, say if ranks.is_first() else _say_nothing, callbacks)
 
 
 def _say_nothing(text: str) -> None:
     """For the ranks other than the first."""
 
 
-def _train_config(config: DictConfig, overrides: Sequence[str], say: Callable[[str], None]) -> RunResult:
+def _train_config(
+    config: DictConfig, overrides: Sequence[str], say: Callable[[str], None], callbacks: Sequence[Any]
+) -> RunResult:
     if select(config, "launch.name") == "pack":
         raise ConfigError(
             "launch=pack is for several runs: add --multirun and values such as experiment.seed=0,1"
@@ -179,7 +192,7 @@ def _train_config(config: DictConfig, overrides: Sequence[str], say: Callable[[s
     name_by_task(config, overrides)
     run_dir = _run_dir(config)
     if run_dir is not None and ranks.from_first(run_dir.exists):
-        return _resume_existing(run_dir, config, say)
+        return _resume_existing(run_dir, config, say, callbacks)
     if run_dir is not None:
         ranks.from_first(run_dir.check_free)
     sentence = unread(config)
@@ -195,10 +208,12 @@ def _train_config(config: DictConfig, overrides: Sequence[str], say: Callable[[s
         with _lock(folder) as lock:
             with _report_write_errors(folder):
                 ranks.from_first(lambda: folder.create(config, spec, list(overrides), form))
+                # Sent to the other ranks: the first one deletes the folder again if it cannot begin.
+                spec, form = ranks.from_first(lambda: _saved_form(folder))
             resizing = NativeForm(form).automatic_resizing()
             if resizing:
                 say(resizing)
-            return _run(folder, config, say, lock)
+            return _run(folder, config, spec, form, say, lock, callbacks=callbacks)
     except (RunLockedError, RunFolderLostError):
         raise  # another process uses the folder
     except LabError:
@@ -218,6 +233,11 @@ def _make_folder(config: DictConfig, run_dir: RunFolder | None, made: list[RunFo
     return folder.path
 
 
+def _saved_form(folder: RunFolder) -> tuple[Spec, Any]:
+    """Return the environment's spec and native form from the run folder; runs of older versions have no form."""
+    return folder.load_spec(), read_json(folder.form_file) if folder.form_file.is_file() else None
+
+
 class _NoLock:
     """Of the ranks other than the first, which holds the lock of the run folder."""
 
@@ -234,12 +254,14 @@ def resume(
     overrides: Overrides = (),
     *,
     env: Any = None,
+    callbacks: Sequence[Any] = (),
     trust: bool = False,
     say: Callable[[str], None] = print,
 ) -> RunResult:
     """Continue a run from its newest intact checkpoint. Only the keys in SAFE_ON_RESUME may change.
 
     env:   the class or function that `train` was given, if the run is continued by another program than began it
+    callbacks: objects that `train` was given, or others; their states are found by their names
     trust: build parts that are not registered, and follow links, also of a run that was not made here
            (SECURITY.md); the run then counts as made here
     """
@@ -257,7 +279,7 @@ def resume(
         check_training(to_plain(config))
     with ranks.join(str(config.experiment.device)):
         tell = say if ranks.is_first() else _say_nothing
-        return _resume_changed(folder, before, config, tell, trust=trust)
+        return _resume_changed(folder, before, config, tell, callbacks, trust=trust)
 
 
 def use_environment(folder: RunFolder, env: Any, *, trust: bool = False) -> None:
@@ -299,7 +321,9 @@ def _run_dir(config: DictConfig) -> RunFolder | None:
         raise ConfigError(f"run_dir={value!r} is not a path: {error}") from error
 
 
-def _resume_existing(folder: RunFolder, config: DictConfig, say: Callable[[str], None]) -> RunResult:
+def _resume_existing(
+    folder: RunFolder, config: DictConfig, say: Callable[[str], None], callbacks: Sequence[Any]
+) -> RunResult:
     """Resume because the command was repeated with the same run folder."""
     # The composed config is built, not the saved one, whose parts only have to be the same.
     saved = _load_saved(folder, say, trust=True, workflow=select(config, "workflow._target_"))
@@ -309,7 +333,7 @@ def _resume_existing(folder: RunFolder, config: DictConfig, say: Callable[[str],
     ):  # an older version did not add the task
         config.experiment.name = saved.experiment.name
     resolve_config(config, folder.load_spec())
-    return _resume_changed(folder, OmegaConf.to_container(saved), config, say)
+    return _resume_changed(folder, OmegaConf.to_container(saved), config, say, callbacks)
 
 
 def _load_saved(
@@ -331,7 +355,13 @@ def _load_saved(
 
 
 def _resume_changed(
-    folder: RunFolder, before: Any, config: DictConfig, say: Callable[[str], None], *, trust: bool = False
+    folder: RunFolder,
+    before: Any,
+    config: DictConfig,
+    say: Callable[[str], None],
+    callbacks: Sequence[Any],
+    *,
+    trust: bool = False,
 ) -> RunResult:
     folder.check_links(trust=trust)
     after: Any = to_plain(config)
@@ -342,16 +372,20 @@ def _resume_changed(
         if path not in ("run_dir", "output_root"):
             say(f"resume: {path}: {old!r} -> {new!r}")
     with _lock(folder) as lock:
-        return _run(folder, config, say, lock, changed=bool(differences))
+        spec, form = _saved_form(folder)
+        return _run(folder, config, spec, form, say, lock, changed=bool(differences), callbacks=callbacks)
 
 
 def _run(
     folder: RunFolder,
     config: DictConfig,
+    spec: Spec,
+    form: Mapping[str, Any] | None,
     say: Callable[[str], None],
     lock: RunLock | _NoLock,
     *,
     changed: bool = False,
+    callbacks: Sequence[Any] = (),
 ) -> RunResult:
     """Build the run, restore its checkpoint if it has one, and train. The caller holds the lock.
 
@@ -367,7 +401,7 @@ def _run(
         on_warning=say,
     )
     ranks.on_lost(lambda error: _describe_lost(error, folder, checkpoints))
-    loaded = _find_checkpoint(folder, config, checkpoints, say)
+    loaded = _find_checkpoint(folder, config, spec, checkpoints, say)
     with _report_write_errors(folder):
         logger = _make_logger(folder, config, loaded)
     shown = str(config.logging.progress) if ranks.is_first() else "off"
@@ -377,24 +411,28 @@ def _run(
     try:
         say(f"run folder: {folder.path}")
         if ranks.size() > 1:
+            from rl_lab.launch.ranks import describe_ranks
+
             say(describe_ranks(config))
         progress.__enter__()  # it shows that the run starts; `finally` ends it
-        run = _build(config, folder.load_spec(), logger, checkpoints, progress)
+        run = _build(config, spec, logger, checkpoints, progress)
+        run.orchestrator.callbacks = _callbacks(config, run, callbacks)
         if not ranks.is_first():
             run.orchestrator.say = _say_nothing
-        # Runs of older versions have no form.
-        form = {"native": read_json(folder.form_file)} if folder.form_file.is_file() else {}
         run.orchestrator.check_folder = lock.check
         run.orchestrator.side_jobs.write = folder.write_error
-        run.orchestrator.info = {"config": to_plain(config), "spec": run.spec.to_dict(), **form}
+        native = {} if form is None else {"native": form}
+        run.orchestrator.info = {"config": to_plain(config), "spec": run.spec.to_dict(), **native}
         if config.load.path and loaded is None:  # a checkpoint has the weights that became of them
             _load_weights(config, run)
         if loaded is not None:
             empty = checkpoints.restore_buffers(loaded, run.context.buffers)
             run.orchestrator.restore(loaded.state, empty_buffers=empty)
             say(f"resumed at step {loaded.state['global_step']} from {loaded.path}")
-            if resharded := describe_change(saved_ranks(loaded.state)):
-                say(resharded)
+            if (saved := saved_ranks(loaded.state)) != ranks.size():
+                from rl_lab.launch.ranks import describe_change
+
+                say(describe_change(saved))
         ranks.same_weights(run.context.modules())
         if changed and ranks.is_first():
             with _report_write_errors(folder):
@@ -424,7 +462,8 @@ def _run(
         with progress:
             run.orchestrator.run()
         seconds = time.perf_counter() - begun
-        if run.orchestrator.watch is not None and not run.orchestrator.interrupted:
+        ended = run.orchestrator.interrupted or run.orchestrator.ended is not None
+        if run.orchestrator.watch is not None and not ended:
             run.orchestrator.watch.finished(run.orchestrator.scheduler)
     except ranks.RankLostError as error:
         raise ranks.RankLostError(_describe_lost(error, folder, checkpoints), quiet=error.quiet) from None
@@ -453,12 +492,58 @@ def _run(
     return _finish(folder, run, say, seconds, before)
 
 
-def _log_config(logger: ExperimentLogger, config: DictConfig) -> None:
-    """Show the config in TensorBoard's text tab."""
-    from omegaconf import OmegaConf
+def _callbacks(config: DictConfig, run: Run, given: Sequence[Any]) -> Any:
+    """Return the callbacks of the config, that of `training.stop_when`, and those given in Python; None without any."""
+    written = config.get("callbacks") or {}
+    rule = to_plain(config.training.get("stop_when")) or {}
+    if not (
+        written or given or any(rule.get(key) is not None for key in ("at_least", "at_most", "patience"))
+    ):
+        return None
+    from rl_lab.orchestration.callbacks import Callbacks, StopRule, StopWhen, named
 
+    callbacks = {str(name): instantiate(f"callbacks.{name}", node) for name, node in written.items()}
+    extra = named(given)
+    for name in callbacks.keys() & extra.keys():
+        raise ConfigError(
+            f"callbacks.{name} is in the config and was also given in Python: leave one of them out"
+        )
+    callbacks |= extra
+    stop = StopRule.from_config(rule)
+    if stop is not None:
+        orchestrator = run.orchestrator
+        hooks = [use.kind for phase in orchestrator.scheduler.phases for use in phase.hooks]
+        evaluates = orchestrator.cadences.evaluate is not None or "evaluate" in hooks
+        callbacks[STOP_WHEN] = StopWhen(stop, evaluates=evaluates)
+    return Callbacks(callbacks)
+
+
+def _log_config(logger: ExperimentLogger, config: DictConfig) -> None:
+    """Show the config in TensorBoard's text tab, and what runs are compared by in its HParams tab."""
     lines = OmegaConf.to_yaml(config).splitlines()
     logger.text("config", "\n".join(f"    {line}" for line in lines))  # Markdown: indented lines are code
+    values = {f"algorithm.{key}": value for key, value in _leaves(to_plain(config.algorithm))}
+    values |= {key: select(config, key) for key in COMPARED}
+    logger.hparams(values)
+
+
+# Beside `algorithm`: what runs are compared by in TensorBoard's HParams tab.
+COMPARED = (
+    "experiment.name",
+    "experiment.seed",
+    "environment.task",
+    "environment.num_envs",
+    "training.total_timesteps",
+    "training.precision",
+)
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node
 
 
 def _make_logger(folder: RunFolder, config: DictConfig, loaded: Loaded | None) -> Any:
@@ -521,13 +606,17 @@ def _build(
 
 
 def _find_checkpoint(
-    folder: RunFolder, config: DictConfig, checkpoints: CheckpointManager, say: Callable[[str], None]
+    folder: RunFolder,
+    config: DictConfig,
+    spec: Spec,
+    checkpoints: CheckpointManager,
+    say: Callable[[str], None],
 ) -> Loaded | None:
     """Return the checkpoint that training continues from, or None for a new run."""
     if checkpoints.has_any():  # a checkpoint of this run takes precedence over training.resume_path
         loaded = checkpoints.load()
         check_same_config(folder.config_file, loaded.info.get("config"), to_plain(config))
-        check_same_spec(folder.spec_file, loaded.info.get("spec"), folder.load_spec())
+        check_same_spec(folder.spec_file, loaded.info.get("spec"), spec)
         return loaded
     path = config.training.resume_path
     if not path:
@@ -624,6 +713,7 @@ def _finish(
         eval_return_mean=orchestrator.log.last_evaluation,
         best_return=best[0] if best else None,
         best_step=best[1] if best else None,
+        ended=orchestrator.ended or None,
         seconds=seconds,
         steps_here=orchestrator.scheduler.totals["env_steps"] - steps_before,
         first_rank=ranks.is_first(),

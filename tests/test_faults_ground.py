@@ -23,12 +23,12 @@ from rl_lab.cli import main
 from rl_lab.environments import env_runner, worker_pool
 from rl_lab.environments.make import make_env
 from rl_lab.errors import EnvironmentFaultError, LabError, RunFolderLostError, RunLockedError
-from rl_lab.orchestration import orchestrator
-from rl_lab.orchestration.orchestrator import Orchestrator, stop_on_signals
+from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.run_folder import RunFolder
 from rl_lab.utils import files, stopping
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.files import RunLock, make_folder
+from rl_lab.utils.stopping import stop_on_signals
 from tests.test_faults import WORDS, train
 
 HANGS = "tests.environments.sample_envs:Hangs"
@@ -231,7 +231,7 @@ def test_shared_memory_without_dev_shm(tmp_path: Path, monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_signal_ends_a_call_that_hangs(monkeypatch, workers: int):
-    for module in (stopping, orchestrator, worker_pool):
+    for module in (stopping, worker_pool):
         monkeypatch.setattr(module, "GRACE_S", 0.3)
     said: list[str] = []
     with make_env(HANGS, 1, workers=workers, timeout=600) as env:

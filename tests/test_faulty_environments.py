@@ -39,7 +39,7 @@ def kept(monkeypatch) -> list:
     monkeypatch.setattr(
         Orchestrator,
         "_finish",
-        lambda self: (buffers.append(self.storage.buffers["replay"]), finish(self))[1],
+        lambda self, **words: (buffers.append(self.storage.buffers["replay"]), finish(self, **words))[1],
     )
     return buffers
 
@@ -189,7 +189,7 @@ def test_observation_statistics_in_evaluation_and_agent(tmp_path: Path, monkeypa
     )
     evaluate(whole.path, episodes=2, device="cpu")
     assert frozen and all(each["count"] == agent.normalizer.count for each in frozen)
-    from rl_lab.build import build_evaluator
+    from rl_lab.run_environments import build_evaluator
 
     with pytest.raises(ConfigError, match=r"normalizer=agent\.normalizer"):
         build_evaluator(agent.config, agent.device)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rl_lab import hosted
-from rl_lab.components.nn.precision import resolve_precision
 from rl_lab.errors import ConfigError
 from rl_lab.run_folder import output_root
+from rl_lab.utils.device import resolve_precision
 
 
 def test_outputs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_lab.errors import ConfigError, closest
-from rl_lab.utils.settings import unknown_keys
+from rl_lab.workflows.settings import unknown_keys
 
 INTERPOLATED = re.compile(r"\balgorithm\.([A-Za-z_][\w.]*)")
 RELATIVE = re.compile(r"\$\{(\.+)([A-Za-z_][\w.]*)")

@@ -74,6 +74,8 @@ LINES: Rule = (
     lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
 )
 EVERY: Rule = integer(1, None)
+OPTIONAL: Rule = ("a mapping or null", lambda value: value is None or isinstance(value, Mapping))
+NUMBER: Rule = ("a number or null", lambda value: value is None or _is_number(value))
 STOP: Rule = one_of("stop", "continue")
 
 RULES: dict[str, Rule] = {
@@ -125,6 +127,15 @@ RULES: dict[str, Rule] = {
     "training.on_side_failure": STOP,
     "training.on_damaged_replay": one_of("older", "skip", "stop"),
     "training.profile": integer(0),
+    "training.stop_when": OPTIONAL,
+    "training.stop_when.metric": ("the name of a metric, such as eval/return_mean", TEXT[1]),
+    "training.stop_when.at_least": NUMBER,
+    "training.stop_when.at_most": NUMBER,
+    "training.stop_when.times": integer(1),
+    "training.stop_when.patience": integer(1, None),
+    "training.stop_when.better": one_of("larger", "smaller"),
+    "training.stop_when.after_env_steps": integer(0),
+    "callbacks": OPTIONAL,
     "load.path": PATH,
     "load.components": NAMES,
     "load.controllers": NAMES,

@@ -12,7 +12,7 @@ from rl_lab.errors import ConfigError
 from rl_lab.records import REFUSED, Spec
 from rl_lab.run_folder import describe_differences
 from rl_lab.utils.files import json_safe
-from rl_lab.utils.settings import unknown_keys
+from rl_lab.workflows.settings import unknown_keys
 
 # Keys that may change on resume: duration, output and speed of a run, not what it computes.
 SAFE_ON_RESUME = (
@@ -28,6 +28,8 @@ SAFE_ON_RESUME = (
     "training.on_side_failure",
     "training.on_damaged_replay",
     "training.profile",
+    "training.stop_when",
+    "callbacks",
     "training.resume_path",
     "training.threads",
     "experiment.device",

@@ -144,12 +144,15 @@ WRITTEN_FOLDERS = ("log_files", "level_cache")  # options of suites
 MOST_PROCESSES = {"num_envs": 10_000, "workers": 256}
 _TASK = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 _WORD = re.compile(r"[A-Za-z0-9_ +-]*")
+CALLBACKS = "callbacks"
 UNDERSCORE_KEYS = ("_target_", "_partial_", "_dims")
 
 
 def check_parts(config: Mapping[str, Any]) -> None:
     """Raise UntrustedError if a config names a part that is not registered. config: plain, after `check_saved`."""
-    for path, node in _mappings(config, ""):
+    # Callbacks are built for training only: `check_training` checks them.
+    read = {key: value for key, value in config.items() if key != CALLBACKS}
+    for path, node in _mappings(read, ""):
         for key, value in node.items():
             where = f"{path}.{key}" if path else str(key)
             if key == "_target_":
@@ -203,6 +206,10 @@ def check_environment(config: Mapping[str, Any]) -> None:
 
 def check_training(config: Mapping[str, Any]) -> None:
     """Raise UntrustedError for settings with which a resumed run reaches out of its folder. config: plain."""
+    if config.get(CALLBACKS):
+        raise UntrustedError(
+            f"{CALLBACKS} names code of its own, and this run was not made here: set callbacks=null, or add --trust"
+        )
     buffers = config.get("buffers")
     for name, node in (buffers if isinstance(buffers, Mapping) else {}).items():
         if isinstance(node, Mapping) and node.get("folder"):

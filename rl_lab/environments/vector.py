@@ -23,13 +23,13 @@ from gymnasium.vector.utils import batch_space
 
 from rl_lab.environments.env_runner import IDLE, Segment, StepArrays, episode_seed
 from rl_lab.environments.faults import RestartLimit
-from rl_lab.environments.normalizer import ObservationNormalizer
 from rl_lab.environments.spec import action_space, observation_space
 from rl_lab.environments.worker_pool import Infos, ProcessWorker, WorkerPool
 from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import ActionSpec, Spec
 
 if TYPE_CHECKING:
+    from rl_lab.environments.normalizer import ObservationNormalizer
     from rl_lab.environments.remote_worker import StartRemote
 
 INITIAL_CAPACITY = 64  # actions of an `ActionHistory`

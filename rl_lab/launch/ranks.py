@@ -8,21 +8,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl_lab.errors import ConfigError, require_choice
+from rl_lab.errors import ConfigError
 from rl_lab.utils import ranks
-
-GLOBAL_BATCH = ("fixed", "scaled")
 
 
 def rank_config(config: DictConfig) -> DictConfig:
-    """The config of this rank: its share of each batch, and its own folder of stored rows; alone, `config` itself.
+    """The config of this rank of several: its share of each batch, and its own folder of stored rows.
 
     training.global_batch: with `fixed` every key `batch_size` of `algorithm` is divided by the number of ranks
     """
     kind = config.training.get("global_batch", "fixed")
-    require_choice("training.global_batch", kind, GLOBAL_BATCH)
-    if ranks.size() == 1:
-        return config
     mine = config.copy()
     OmegaConf.set_readonly(mine, False)
     for path in batch_sizes(OmegaConf.to_container(mine.algorithm)) if kind == "fixed" else ():
@@ -47,11 +42,6 @@ def batch_sizes(node: Any, path: str = "algorithm") -> Iterator[str]:
         yield from batch_sizes(value, f"{path}.{key}")
 
 
-def own_seed() -> tuple[int, ...]:
-    """What a rank adds to the parts of a seed; nothing on the first one."""
-    return () if ranks.is_first() else (ranks.rank(),)
-
-
 def describe_ranks(config: DictConfig) -> str:
     """A sentence for the start of a run with several ranks."""
     size, kind = ranks.size(), config.training.get("global_batch", "fixed")
@@ -61,10 +51,8 @@ def describe_ranks(config: DictConfig) -> str:
 
 
 def describe_change(saved: int) -> str:
-    """A sentence about a run that was saved with another number of ranks; "" with the same."""
+    """A sentence about a run that was saved with another number of ranks."""
     size = ranks.size()
-    if saved == size:
-        return ""
     text = f"resharded from {saved} to {size} ranks: "
     if size < saved:
         left = "rank" if saved - size == 1 else "ranks"

@@ -10,12 +10,9 @@ The loop does not depend on the algorithm: workflow, buffers and logger are pass
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +30,27 @@ from rl_lab.errors import (
 )
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.evaluator import Evaluator
-from rl_lab.orchestration.phase_scheduler import PhaseScheduler
+from rl_lab.orchestration.phase_scheduler import PhaseScheduler, TimeLeft
 from rl_lab.orchestration.phases import Cadences, Every, HookUse, PhaseDefinition
-from rl_lab.orchestration.run_log import RunLog
+from rl_lab.orchestration.run_log import ENDED_EARLY, STOP_WHEN, RunLog
 from rl_lab.orchestration.run_state import RunState, share_statistics, state_of_rank, with_state_of_ranks
 from rl_lab.orchestration.side_jobs import SideJobs
-from rl_lab.orchestration.time_left import TimeLeft
 from rl_lab.orchestration.update_check import UpdateWatch
 from rl_lab.orchestration.updates import Runner, Storage, TransformRunner
 from rl_lab.protocols import CollectStep, VectorEnvironment, Workflow
 from rl_lab.utils import ranks
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.seeding import derive_seed
-from rl_lab.utils.stopping import GRACE_S, STOP
+from rl_lab.utils.stopping import stop_on_signals
 
 if TYPE_CHECKING:
+    from rl_lab.orchestration.callbacks import Callbacks
     from rl_lab.orchestration.diagnostics import Trace
     from rl_lab.orchestration.remote_collector import RemoteCollector
 
 # A mistake in the config that shows before this much work is not worth a checkpoint: a new run is quicker.
 MISTAKE_S = 60.0
+QUIET_STEPS = 500  # of each environment without the end of an episode, before that is said
 
 
 @dataclass
@@ -88,6 +86,7 @@ class Orchestrator:
     trace: Trace | None = None
     watch: UpdateWatch | None = None
     info: Mapping[str, Any] = field(default_factory=dict)  # added to the manifest of every checkpoint
+    callbacks: Callbacks | None = None
     check_folder: Callable[[], None] = lambda: None  # raises if the run folder is not this run's any more
     side_jobs: SideJobs = field(default_factory=SideJobs)
     say: Callable[[str], None] = print
@@ -105,6 +104,9 @@ class Orchestrator:
         self._logged_at: list[int] = []  # `_work_done` at the last log line
         self._step_open = False  # environments were stepped, and their rows are not stored yet
         self._began = (time.monotonic(), dict(self.scheduler.totals))
+        self._callback_states: dict[str, Any] = {}
+        self._told = False  # that no episode has ended
+        self.ended: str | None = None  # which callback ended the run before its last step, and why
 
     # ---------------------------------------------------------------- the loop
 
@@ -115,6 +117,8 @@ class Orchestrator:
         self._time_left = TimeLeft(self.scheduler)
         self.tick()
         with stop_on_signals(self._interrupt), self._save_on_failure():
+            self._call_back("on_begin")
+            ended_before = self.ended is not None
             while not self._all_stop():
                 action = self.scheduler.next_action()
                 phase = self.scheduler.current_phase()
@@ -136,7 +140,7 @@ class Orchestrator:
                 if self.trace is not None:
                     with self._side_job("profile"):
                         self.trace.tick(self.scheduler.totals)
-            self._finish()
+            self._finish(ended_now=self.ended is not None and not ended_before)
 
     def run_action(self, action: str, phase: PhaseDefinition) -> None:
         """Run one action and report it to the scheduler."""
@@ -311,6 +315,8 @@ class Orchestrator:
             last=last,
             headline=self._headline(),
         )
+        self._call_back("on_log", metrics)
+        self._tell_without_episodes()
         self._check_finite(metrics)
         return metrics
 
@@ -357,6 +363,7 @@ class Orchestrator:
         if metrics["eval/return_mean"] >= self._best_return:  # on a tie, prefer the longer trained weights
             self._best_return, self._best_step = metrics["eval/return_mean"], step
             self.save(tag="best")
+        self._call_back("on_evaluation", metrics)
         return metrics
 
     def report(self) -> None:
@@ -385,6 +392,19 @@ class Orchestrator:
         if scalars:
             with self._side_job("log"):
                 self.log.logger.scalars(scalars, **self.log.counters(self.scheduler.totals))
+            self._call_back("on_log", scalars)
+
+    def _tell_without_episodes(self) -> None:
+        """Say once that no episode has ended: returns are logged when one has, so there are none to see."""
+        steps, environments = self.scheduler.totals["env_steps"], getattr(self.environment, "num_envs", 0)
+        if self._told or not environments or self.scheduler.totals["episodes"]:
+            return
+        if steps >= QUIET_STEPS * environments:
+            self._told = True
+            self.say(
+                f"no episode has ended after {steps // environments:,} steps of each of {environments} environments, and "
+                "returns are shown when one has: environment.time_limit ends episodes earlier"
+            )
 
     def _log_reported(self, name: str, value: Any, step: int, scalars: dict[str, float]) -> None:
         """Log an image (C, H, W) or a video (T, C, H, W) of the report, or add its number to `scalars`."""
@@ -424,15 +444,16 @@ class Orchestrator:
         step, save = self.scheduler.totals["env_steps"], self.checkpoints.save
         try:
             if tag is None:  # no rank goes on before the checkpoint is whole, or none has it
-                ranks.together(lambda: save(step, state, buffers, info=info))
+                path = ranks.together(lambda: save(step, state, buffers, info=info))[0]
             else:
-                save(step, state, buffers, info=info, tag=tag)
+                path = save(step, state, buffers, info=info, tag=tag)
         except CheckpointError as error:
             if last or self.settings.on_save_failure == "stop":
                 raise
             self.say(f"checkpoint not saved, training continues: {error}")
         else:
             self._saved_at = dict(self.scheduler.totals) if tag is None else self._saved_at
+            self._call_back("on_save", path)
 
     def save_epoch_weights(self) -> None:
         """Save the weights at the end of this cycle in a file of their own."""
@@ -451,6 +472,9 @@ class Orchestrator:
         self._best_step = own.get("best_step")
         self._logged_at = [int(count) for count in own.get("logged_at", [])]
         self.side_jobs.set_state(own.get("side_failures", {}))
+        self._callback_states = dict(own.get("callbacks", {}))
+        if self.callbacks is not None:
+            self.callbacks.set_state(self._callback_states)
         if "log" in own:  # checkpoints since 2026-11-18
             self.log.set_state(own["log"]["line"])
             for name, meter in own["log"]["meters"].items():
@@ -464,6 +488,7 @@ class Orchestrator:
                 "best_step": self._best_step,
                 "logged_at": list(self._logged_at),
                 "side_failures": self.side_jobs.get_state(),
+                "callbacks": self._states_of_callbacks(),
                 # A run that is killed and resumed writes the lines of an uninterrupted one.
                 "log": {
                     "line": self.log.get_state(),
@@ -481,16 +506,45 @@ class Orchestrator:
     def _should_stop(self) -> bool:
         return self.interrupted
 
-    def _all_stop(self) -> bool:
-        """Whether any rank was asked to stop; all of them save after the same action."""
-        self.interrupted = ranks.any_rank(self.interrupted)
-        return self.interrupted
+    def end_early(self, name: str, reason: str) -> None:
+        """End the run after the current action as if all its steps were done; the first reason counts."""
+        if self.ended is None:
+            self.ended = f"{name}: {reason}"
 
-    def _finish(self) -> None:
-        """Write the last log line and checkpoint, and close the environments of evolution."""
+    def _call_back(self, method: str, *arguments: Any) -> None:
+        if self.callbacks is not None:
+            self.callbacks.call(self, method, *arguments)
+
+    def _states_of_callbacks(self) -> dict[str, Any]:
+        """Of this process, and those of objects that it was not given, for a later one."""
+        if self.callbacks is None:
+            return {name: state for name, state in self._callback_states.items() if name != STOP_WHEN}
+        return self.callbacks.get_state(self.side_jobs, self.scheduler.totals["env_steps"])
+
+    def _all_stop(self) -> bool:
+        """Whether any rank was asked to stop, or a callback ended the run; all ranks save after the same action."""
+        interrupted, ended = ranks.host_sum([self.interrupted, self.ended is not None])
+        self.interrupted = interrupted > 0
+        if ended and self.ended is None:  # callbacks are called on the first rank only
+            self.ended = ""
+        return self.interrupted or ended > 0
+
+    def _finish(self, *, ended_now: bool = False) -> None:
+        """Write the last log line and checkpoint, and close the environments of evolution.
+
+        ended_now: a callback ended the run; metrics.jsonl has it, so that reports do not wait for further steps
+        """
         self.check_folder()
         if self.log.logger is not None and self._logged_at != self._work_done():
             self.write_log(last=True)
+        if self.scheduler.current_phase() is None:
+            self.ended = None  # all steps were done anyway
+        elif ended_now and self.ended and not self.interrupted:
+            with self._side_job("log"):
+                counters = self.log.counters(self.scheduler.totals)
+                self.log.logger.scalars({ENDED_EARLY: 1.0}, **counters)
+            self._saved_at = {}  # else a resumed run would drop this line: it follows the checkpoint
+        self._call_back("on_end")
         for name, runner in self.runners.items():
             with self._side_job(f"closing {name}"):
                 runner.close()
@@ -550,69 +604,3 @@ def _abandon_episodes(collector: dict[str, Any]) -> None:
     environment = collector.get("environment", {})
     if "forgotten" in environment:
         environment["forgotten"] = list(range(len(environment["actions"])))
-
-
-# ---------------------------------------------------------------- stopping on signals
-
-
-# A terminal that closes sends SIGHUP; SLURM sends SIGUSR1 on request. Not every system has them.
-OPTIONAL_SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGUSR1") if hasattr(signal, name))
-
-
-@contextmanager
-def stop_on_signals(request: Callable[[], None]) -> Iterator[None]:
-    """Call `request` on SIGINT, SIGTERM, SIGHUP and SIGUSR1; a second SIGINT raises KeyboardInterrupt.
-
-    SIGHUP and SIGUSR1 are handled only if their handler is the default one, which ends the process: a signal
-    that is ignored (`nohup`) or handled by the calling program keeps its handler.
-
-    The first signal is acknowledged immediately: the current action may be an evaluation of several minutes,
-    and if the run then fails for another reason, its output must still show that a stop was requested.
-    An environment that hangs is given up after `GRACE_S`.
-    """
-    requested = False
-    finished, reminding = threading.Event(), threading.Lock()
-
-    def stop(number: int, frame: Any) -> None:
-        nonlocal requested
-        if requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not requested:
-            requested = True
-            _acknowledge(number)
-            STOP.make()
-            threading.Thread(target=remind, daemon=True).start()
-        request()
-        STOP.end_overdue_call()
-
-    def remind() -> None:
-        # A signal interrupts a call that hangs, even a sleep; `stop` then ends it if the grace time is over.
-        while not finished.wait(GRACE_S + 0.1):
-            with reminding:
-                if not finished.is_set():  # afterwards the signal would end the process
-                    signal.pthread_kill(main_thread, signal.SIGTERM)
-
-    main_thread = threading.main_thread().ident or 0
-    unhandled = [number for number in OPTIONAL_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    try:
-        before = {
-            number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, *unhandled)
-        }
-    except ValueError:  # not the main thread: the calling program handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        with reminding:
-            finished.set()
-        STOP.clear()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _acknowledge(number: int) -> None:
-    again = "; a second Ctrl-C stops immediately without saving" if number == signal.SIGINT else ""
-    text = f"{signal.Signals(number).name}: finishing the current action, then saving{again}\n"
-    with suppress(OSError):  # stderr is closed
-        os.write(2, text.encode())  # not print: the signal may have interrupted a print

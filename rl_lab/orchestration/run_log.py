@@ -14,6 +14,8 @@ from rl_lab.utils.metrics import Stopwatch, prefixed
 TICK_SECONDS = 0.2  # between two drawings of the progress display
 # Metrics of runs of several phases, whose end cannot be told from the number of steps.
 DONE, SECONDS_LEFT = "time/run_done", "time/seconds_left"
+ENDED_EARLY = "workflow/ended_early"  # on the last line of a run that a callback ended
+STOP_WHEN = "training.stop_when"  # name of the callback that this key makes
 SHORT = 0.2  # a last interval with less of the usual work than this has no rates and no training metrics
 
 

@@ -14,12 +14,12 @@ import torch
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.buffers.trajectory import TrajectoryAdapter
 from rl_lab.errors import LabError
-from rl_lab.launch.runtime import tensor_float
 from rl_lab.orchestration.phase_scheduler import PhaseScheduler
 from rl_lab.orchestration.phases import PhaseDefinition
 from rl_lab.protocols import BatchSource, Buffer
 from rl_lab.records import AnyHook, Batch, Hook, PlainHook, Spec, TransformHook, UpdateResult
 from rl_lab.utils import ranks
+from rl_lab.utils.device import tensor_float
 from rl_lab.utils.metrics import MetricMeter, Stopwatch
 from rl_lab.utils.seeding import Generators
 

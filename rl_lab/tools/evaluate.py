@@ -149,8 +149,9 @@ def evaluate(
     from omegaconf import OmegaConf
 
     from rl_lab.agent import load_agent
-    from rl_lab.build import build_evaluator, check_temperature, eval_temperature
+    from rl_lab.build import check_temperature, eval_temperature
     from rl_lab.environments.make import env_config_options, env_factory
+    from rl_lab.run_environments import build_evaluator
     from rl_lab.run_folder import find_run, output_root
     from rl_lab.tools.published import Task
     from rl_lab.tools.report.runs import flatten

@@ -67,9 +67,9 @@ def _config_text(config: object, resolve: bool, package: str | None) -> str:
     """Return the config as YAML with `_dims` filled in from the environment."""
     from omegaconf import DictConfig, OmegaConf
 
-    from rl_lab.build import environment_spec
     from rl_lab.config.compose import fill_dims
     from rl_lab.errors import ConfigError, MissingPackageError, closest
+    from rl_lab.run_environments import environment_spec
 
     assert isinstance(config, DictConfig)
     OmegaConf.set_struct(config, False)

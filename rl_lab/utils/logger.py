@@ -60,6 +60,13 @@ class TensorBoardWriter:
         metadata = create_summary_metadata(display_name=name, description="")
         self._add([self._summary.Value(tag=name, tensor=tensor, metadata=metadata)], step)
 
+    def hparams(self, values: Mapping[str, bool | float | str]) -> None:
+        """Values for the HParams tab, which compares runs by them and groups runs that have the same."""
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        written = self._summary.FromString(hparams_pb(dict(values)).SerializeToString())
+        self._add(list(written.value), 0)
+
     def flush(self) -> None:
         self._writer.flush()
 
@@ -119,6 +126,10 @@ class WandbWriter:
         self._run.finish()
 
 
+# Counts of trouble: TensorBoard and the trackers get them once there is some, not a flat line as their first card.
+TROUBLE = ("/env_restarts", "/nonfinite")
+
+
 class SilentLogger:
     """Logs nothing: for the ranks other than the first."""
 
@@ -131,6 +142,8 @@ class SilentLogger:
     def video(self, name: str, array: Any, step: int, fps: float = 15, folder: str = "") -> None: ...
 
     def text(self, name: str, text: str, step: int = 0) -> None: ...
+
+    def hparams(self, values: Mapping[str, Any]) -> None: ...
 
     def metrics_bytes(self) -> int:
         return 0
@@ -221,6 +234,7 @@ class ExperimentLogger:
                     old.unlink()
             self._tensorboard = TensorBoardWriter(folder, resume_step=resume_step)
         self._warned: set[str] = set()
+        self._troubled: set[str] = set()  # metrics of TROUBLE that were not 0
         self._closed = False
 
     def scalars(
@@ -234,7 +248,11 @@ class ExperimentLogger:
         counters = {"frames": frames, "updates": updates}
         known = {key: value for key, value in counters.items() if value is not None}
         self._jsonl.write({"step": step, **known, "time": round(time.time(), 3), **values})
-        shown = values | {f"time/{key}": float(value) for key, value in known.items()}
+        self._troubled |= {key for key, value in values.items() if key.endswith(TROUBLE) and value != 0}
+        shown = {
+            key: value for key, value in values.items() if key in self._troubled or not key.endswith(TROUBLE)
+        }
+        shown |= {f"time/{key}": float(value) for key, value in known.items()}
         if self._tensorboard:
             self._guarded("TensorBoard", self._tensorboard.scalars, shown, step)
         for name, tracker in self._trackers.items():
@@ -270,6 +288,12 @@ class ExperimentLogger:
         """Text for TensorBoard's text tab (Markdown)."""
         if self._tensorboard:
             self._guarded("TensorBoard", self._tensorboard.text, name, text, step)
+
+    def hparams(self, values: Mapping[str, Any]) -> None:
+        """Numbers, words and flags for TensorBoard's HParams tab; other values are left out."""
+        kept = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str)}
+        if self._tensorboard:
+            self._guarded("TensorBoard", self._tensorboard.hparams, kept)
 
     def metrics_bytes(self) -> int:
         """Return the length of metrics.jsonl after fsync; stored in a checkpoint's manifest."""

@@ -72,6 +72,11 @@ def is_first() -> bool:
     return rank() == 0
 
 
+def own_seed() -> tuple[int, ...]:
+    """What a rank adds to the parts of a seed; nothing on the first one."""
+    return () if is_first() else (rank(),)
+
+
 def joined() -> bool:
     """Whether torchrun started this process, with any number of ranks."""
     return _ranks is not None

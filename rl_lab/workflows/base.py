@@ -62,7 +62,7 @@ __all__ = [
 class WorldModelWorkflow(ABC):
     """One algorithm: `act` maps observations to actions, and each hook maps a batch to an update."""
 
-    # A dataclass with every key of `algorithm` (rl_lab.utils.settings); other keys are refused. None: nothing is checked.
+    # A dataclass with every key of `algorithm` (rl_lab.workflows.settings); other keys are refused. None: nothing is checked.
     settings_type: type[Any] | None = None
     # Config paths that a phase's `set:` may change; the workflow reads them with `phase_value`.
     phase_settings: tuple[str, ...] = ()

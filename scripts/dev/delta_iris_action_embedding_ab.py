@@ -37,16 +37,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from rl_lab.buffers.batches import BatchStream
-from rl_lab.build import assemble_workflow, build_buffers, environment_spec
+from rl_lab.build import assemble_workflow, build_buffers
 from rl_lab.components.nn.quantizers import code_shares, entropy_bits
 from rl_lab.components.representation_learners.tokenizer import to_frames
 from rl_lab.config.compose import compose_config, resolve_config, to_plain
 from rl_lab.environments.make import env_config_options, make_env
-from rl_lab.launch.runtime import asks_for_tensor_float, resolve_device
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActMode, Batch, Spec
+from rl_lab.run_environments import environment_spec
 from rl_lab.tools.doctor import commit, describe_machine
+from rl_lab.utils.device import asks_for_tensor_float, resolve_device
 
 SIDES = ("before", "now")
 PAIRS = 64  # of frames, with which all actions are tried

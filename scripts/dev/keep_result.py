@@ -1,7 +1,6 @@
-"""Keeps a run's learning curve as CSV and JSON in docs/results, and draws kept curves beside published points.
+"""Keeps a run's learning curve as CSV and JSON in docs/results; result_figures.py draws them.
 
     python scripts/dev/keep_result.py keep RUN NAME --commit C --command "rl-lab train …" --machine docs/results/tdmpc_h200.json
-    python scripts/dev/keep_result.py draw PICTURE NAME NAME … [--same-axes]
 
 RUN is a run folder or a metrics.jsonl. The JSON holds the evaluations, what was published (`--published 100000:962`, in
 frames) and from where, and how long it took from the first logged line on.
@@ -12,12 +11,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from rl_lab.tools.report.curves import Metrics
-from rl_lab.tools.report.figures import colors, figure_file, legend, step_axis
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 # Column -> metric. Those that a run never logged are left out.
@@ -62,15 +59,8 @@ def main() -> None:
     keep_parser.add_argument(
         "--bin", type=int, default=0, help="frames over which training episodes are averaged; 0: not at all"
     )
-    draw_parser = commands.add_parser("draw")
-    draw_parser.add_argument("picture", type=Path)
-    draw_parser.add_argument("names", nargs="+")
-    draw_parser.add_argument("--same-axes", action="store_true", help="curves of one task, to be compared")
     options = parser.parse_args()
-    if options.what == "keep":
-        keep(options)
-    else:
-        draw(options.picture, options.names, same_axes=options.same_axes)
+    keep(options)
 
 
 def keep(options: argparse.Namespace) -> None:
@@ -123,39 +113,6 @@ def binned(rows: list[dict[str, Any]], frames: int) -> dict[str, float]:
             place[0], place[1] = place[0] + mean * count, place[1] + count
             before = row["collect/episodes"]
     return {str(end): round(total / count, 2) for end, (total, count) in sums.items()}
-
-
-def draw(picture: Path, names: list[str], *, same_axes: bool = False) -> None:
-    with figure_file(picture, 3.6 * len(names), 3.0) as figure:
-        panels = figure.subplots(1, len(names), squeeze=False, sharex=same_axes, sharey=same_axes)[0]
-        handles: dict[str, Any] = {}
-        for axes, name in zip(panels, names):
-            kept = json.loads((RESULTS / f"{name}.json").read_text())
-            with (RESULTS / f"{name}.csv").open() as file:
-                rows = list(csv.DictReader(file))
-            palette = colors()
-            for column, label in (("train_return", "training episodes"), ("eval_return", "evaluation")):
-                color = next(palette)
-                points = [(float(r["frames"]), float(r[column])) for r in rows if r.get(column)]
-                if points:
-                    width = 1.0 if column == "train_return" else 2.0
-                    marker = "o" if len(points) == 1 else ""
-                    handles[label] = axes.plot(*zip(*points), marker=marker, color=color, linewidth=width)[0]
-            color = next(palette)
-            for final in kept.get("final_evaluations", {}).values():
-                mean, (low, high) = final["return_mean"], final["return_intervals"]["mean"]
-                place, reach = final["step"] * kept["frames"] / kept["steps"], [[mean - low], [high - mean]]
-                drawn = axes.errorbar([place], [mean], reach, fmt="s", color=color, markersize=4, capsize=3)
-                handles["fresh episodes, 95 % of the mean"] = drawn
-            if kept["published_by_frames"]:
-                published = sorted((float(x), y) for x, y in kept["published_by_frames"].items())
-                handles["published"] = axes.plot(*zip(*published), "D", color=next(palette), markersize=5)[0]
-            axes.set_title(textwrap.fill(kept["title"], 34))
-            axes.set_xlabel("frames")
-            step_axis(axes, 5)
-        panels[0].set_ylabel("return")
-        legend(figure, list(handles.values()), list(handles), "outside upper left")
-    print(f"drawn: {picture}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The pictures of docs/howto/{report,dream_report}.md, from runs that this trains: minutes on a CPU.
 
-python scripts/dev/report_images.py [--runs DIR] [report] [dream]
+python scripts/dev/report_images.py [--runs DIR] [report] [dream] [play]
+
+play: docs/images/play_instant.png, the page of `make play`, from the agent in the package: seconds.
 
 Runs that lie in DIR already are gone on with, so that giving the command again draws the pictures anew. The page is
 photographed with Chromium, where there is one; its plots are interactive if plotly is installed.
@@ -9,7 +11,12 @@ photographed with Chromium, where there is one; its plots are interactive if plo
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +78,52 @@ def dream_pictures(runs: Path) -> None:
     keep(files["png"], FOLDER / "dream.png")
 
 
+def play_picture() -> None:
+    """The page of `make play`, after some keys in the dream."""
+    command = [
+        sys.executable,
+        "-m",
+        "rl_lab",
+        "play",
+        "example://bounce",
+        "-w",
+        "--web",
+        "--port",
+        "0",
+        "--seed",
+        "3",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
+            with chromium() as browser:
+                page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
+                page.goto(address)
+                page.wait_for_function("() => document.body.dataset.steers === 'true'")
+                for step in range(12):
+                    page.keyboard.press("ArrowRight" if step % 4 < 3 else "ArrowLeft")
+                    page.wait_for_function("done => +document.body.dataset.step > done", arg=step)
+                page.wait_for_timeout(500)
+                page.screenshot(path=FOLDER.parent / "play_instant.png")
+        finally:
+            server.terminate()
+    print(FOLDER.parent / "play_instant.png")
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        sys.exit("no Chromium here: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
 def photograph(page: Path, target: Path, width: int, height: int, dark: bool = False) -> None:
     """What a browser shows of a page, with the pointer over the first plot if it is interactive."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -108,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pictures", nargs="*", help="report, dream (default: both)")
+    parser.add_argument("pictures", nargs="*", help="report, dream, play (default: all)")
     parser.add_argument("--runs", type=Path, default=Path("outputs/docs"))
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -117,6 +170,8 @@ def main() -> None:
         report_pictures(runs)
     if not args.pictures or "dream" in args.pictures:
         dream_pictures(runs)
+    if not args.pictures or "play" in args.pictures:
+        play_picture()
 
 
 if __name__ == "__main__":

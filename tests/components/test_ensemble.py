@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from rl_lab.components.controllers.tdmpc import QEnsembleController, choose_pair
-from rl_lab.components.nn.ensemble import EnsembleMLP
 from rl_lab.components.nn.moving_averages import SlowCopy
+from rl_lab.components.nn.normed_mlp import EnsembleMLP
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 

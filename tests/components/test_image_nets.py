@@ -19,12 +19,13 @@ from rl_lab.components.nn.categorical import sample_index
 from rl_lab.components.nn.fast_path import SideStream, use_fast_path
 from rl_lab.components.nn.residual_conv import (
     Downsample,
+    FrameDecoder,
+    FrameEncoder,
     ImageAttention,
     ImageSequential,
     ResidualConv,
     Upsample,
 )
-from rl_lab.components.representation_learners.delta_tokenizer import FrameDecoder, FrameEncoder
 from rl_lab.components.representation_learners.tokenizer import IrisDecoder, IrisEncoder
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 
 from rl_lab.components.kernels.norm_activate import fused_norm_activate
 from rl_lab.components.kernels.two_hot import two_hot_return
-from rl_lab.components.nn.ensemble import EnsembleMLP
 from rl_lab.components.nn.fast_path import compiling, use_fast_path
 from rl_lab.components.nn.heads import TerminationHead
-from rl_lab.components.nn.normed_mlp import Layer, NormedMLP, activate, pad_to
+from rl_lab.components.nn.normed_mlp import EnsembleMLP, Layer, NormedMLP, activate, pad_to
 from rl_lab.components.nn.two_hot import SymlogTwoHot
 from rl_lab.components.representation_learners.latent_encoders import (
     LatentEncoder,
@@ -18,8 +17,8 @@ from rl_lab.components.representation_learners.latent_encoders import (
     random_shift,
 )
 from rl_lab.errors import ConfigError
-from rl_lab.launch.runtime import tensor_float
 from rl_lab.records import ActionSpec, ArraySpec, Spec
+from rl_lab.utils.device import tensor_float
 from rl_lab.workflows.tdmpc.losses import RunningScale
 from rl_lab.workflows.tdmpc.planning_model import CastCopy
 

@@ -10,8 +10,8 @@ from rl_lab.components.kernels.attention import causal_attention
 from rl_lab.components.kernels.dropout import kept
 from rl_lab.components.kernels.residual_norm import residual_norm
 from rl_lab.components.nn.fast_path import use_fast_path
-from rl_lab.components.nn.precision import autocast
 from rl_lab.components.nn.transformer import FROZEN, Transformer, causal_softmax_dropout, seed_word
+from rl_lab.utils.device import autocast
 
 B, T, D, HEADS = 3, 11, 16, 2
 TOLERANCE = {torch.float32: {"atol": 1e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 0.06, "rtol": 0.06}}

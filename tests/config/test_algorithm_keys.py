@@ -191,7 +191,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(
         textwrap.dedent("""
             from dataclasses import dataclass
-            from rl_lab.utils.settings import read_settings
+            from rl_lab.workflows.settings import read_settings
             from rl_lab.workflows.random import RandomWorkflow
 
             @dataclass(frozen=True)

@@ -32,6 +32,7 @@ CHANGED = {
     "dreamer_cartpole": {"components.encoder._target_", "training.report.every_env_steps"},
     "dreamer_mpc_cartpole": {"components.encoder._target_", "training.report.every_env_steps"},
     "dreamer_catch": {"training.report.every_env_steps"},
+    "tdmpc2_pendulum": {"training.report.every_env_steps"},
     "tdmpc2_gym_mujoco": {"environment.size"},
     "iris_atari100k": {"training.evaluate.temperature"},  # 0.5, as its authors evaluate
     # A preset that keeps the pole up: action repeat 2, phases with bursts of random actions, finer bins.
@@ -52,6 +53,7 @@ CHANGED_TINY = {
     "dreamer_cartpole": {"components.encoder._target_"},
     "dreamer_mpc_cartpole": {"components.encoder._target_"},
     "dreamer_catch": set[str](),
+    "tdmpc2_pendulum": set[str](),
 }
 ADDED = {"algorithm", "debug.fast_render", "debug.plain_batch.size", "debug.plain_batch.length"}
 ADDED |= {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 from types import SimpleNamespace
 
-from rl_lab.build import Run, build_run, environment_spec
+from rl_lab.build import Run, build_run
 from rl_lab.config.compose import compose_config, resolve_config
+from rl_lab.run_environments import environment_spec
 
 PHASES = (
     "training.phases=[{name: data, duration_steps: 300, workflow_hooks: [collect]},"

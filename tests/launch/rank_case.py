@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from rl_lab.build import Run, build_run, environment_spec
+from rl_lab.build import Run, build_run
 from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.records import Batch, UpdateResult
+from rl_lab.run_environments import environment_spec
 from rl_lab.utils import ranks
 from rl_lab.workflows.tdmpc.losses import RunningScale
 

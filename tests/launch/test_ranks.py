@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import rl_lab
+from rl_lab import training
 from rl_lab.errors import ConfigError
 from rl_lab.orchestration.orchestrator import Orchestrator
+from rl_lab.run_folder import RunFolder
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from tests.launch.rank_case import on_ranks
@@ -128,6 +130,17 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path):
 
 
 def refused(folder: str) -> None:
+    """Rank 0 deletes the folder when it cannot build the run; rank 1 builds only after that."""
+    make_logger = training._make_logger
+
+    def wait(run: RunFolder, *arguments: Any) -> Any:
+        end = time.monotonic() + 30
+        while os.environ["RANK"] == "1" and run.path.exists():
+            assert time.monotonic() < end, f"rank 0 has not deleted {run.path}"
+            time.sleep(0.01)
+        return make_logger(run, *arguments)
+
+    training._make_logger = wait  # in a process of its own
     words = {
         "experiment.device=cuda:1": "torchrun gives each rank its own GPU: set it to auto",
         "algorithm.batch_size=3": "algorithm.batch_size is 3, which 2 ranks cannot share equally",

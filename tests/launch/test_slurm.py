@@ -117,7 +117,7 @@ def test_a_stopped_run_tells_its_job(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.extras
-def test_what_is_given_to_sbatch(tmp_path: Path, monkeypatch, capsys):
+def test_what_is_given_to_sbatch(tmp_path: Path, monkeypatch):
     pytest.importorskip("submitit")
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -131,7 +131,8 @@ def test_what_is_given_to_sbatch(tmp_path: Path, monkeypatch, capsys):
     words = ["+experiment=random_cartpole", "debug=tiny", "experiment.seed=0,1,2", "launch=slurm"]
     words += ["launch.partition=gpu", "launch.at_once=2", "launch.time=60", "launch.setup=[module load cuda]"]
     words += ["+launch.extra.mail-type=FAIL", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    assert main(["train", "-m", *words]) == 0
+    done = in_process("train", "-m", *words)
+    assert done.returncode == 0, done.stderr
     script = (tmp_path / "script.sh").read_text()
     for line in (
         "partition=gpu",
@@ -143,20 +144,20 @@ def test_what_is_given_to_sbatch(tmp_path: Path, monkeypatch, capsys):
     ):
         assert f"#SBATCH --{line}\n" in script, script
     assert "\nmodule load cuda\n" in script
-    assert "2: job 12_2" in capsys.readouterr().out
+    assert "2: job 12_2" in done.stdout
 
 
 @pytest.mark.extras
 @pytest.mark.timeout(600)
-def test_a_sweep_of_jobs_waits_and_names_the_failed_ones(tmp_path: Path, capsys):
+def test_a_sweep_of_jobs_waits_and_names_the_failed_ones(tmp_path: Path):
     pytest.importorskip("submitit")
     words = ["+experiment=random_cartpole", "debug=tiny", "training.total_timesteps=30"]
     words += ["training.evaluate.every_env_steps=null", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     words += ["launch=slurm", "launch.cluster=local", "launch.gpus=0", "launch.wait=true"]
-    assert main(["train", "-m", *words, "environment.num_envs=0,2"]) == 1
-    shown = capsys.readouterr()
-    assert "1 of 2 runs failed: run 0: environment.num_envs=0" in shown.err
-    assert "0: job " in shown.out and "1: finished" in shown.out
+    done = in_process("train", "-m", *words, "environment.num_envs=0,2")
+    assert done.returncode == 1
+    assert "1 of 2 runs failed: run 0: environment.num_envs=0" in done.stderr
+    assert "0: job " in done.stdout and "1: finished" in done.stdout
     assert (tmp_path / "sweep" / "1" / "metrics.jsonl").is_file()
     assert list((tmp_path / "sweep" / "slurm").glob("*.out"))
 
@@ -185,6 +186,13 @@ def test_a_run_preempted_ten_times_is_the_uninterrupted_run(tmp_path: Path):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert len(steps) == 10 and steps == sorted(steps) and len(set(steps)) == 10 and len(lines) > 10
     assert_same_run(tmp_path / "whole", run)
+
+
+def in_process(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "rl_lab", *words], capture_output=True, text=True, timeout=500
+    )
 
 
 def submit(words: list[str]) -> psutil.Process:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from rl_lab.orchestration.orchestrator import stop_on_signals
+from rl_lab.utils.stopping import stop_on_signals
 
 
 def test_signal_is_acknowledged_once(capfd):

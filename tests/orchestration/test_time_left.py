@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rl_lab.orchestration.phase_scheduler import PhaseScheduler
+from rl_lab.orchestration.phase_scheduler import PhaseScheduler, TimeLeft
 from rl_lab.orchestration.phases import HookInfo, parse_phases
 from rl_lab.orchestration.run_log import RunLog
-from rl_lab.orchestration.time_left import TimeLeft
 
 PHASES = [
     {

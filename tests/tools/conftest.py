@@ -1,15 +1,18 @@
-"""Run folders written by hand, as a run leaves them: no training needed to test what reads them."""
+"""Run folders written by hand, as a run leaves them (no training needed to test what reads them), and a browser."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def write_run(
@@ -114,3 +117,16 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         return made[-1]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's Chromium, driven by Playwright."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip("not run: needs Chromium (apt-get install chromium)")
+    playwright = pytest.importorskip("playwright.sync_api", reason="not run: needs the package playwright")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()

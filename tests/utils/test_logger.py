@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import re
@@ -78,6 +79,28 @@ def test_images_videos_and_text(tmp_path):
     assert [event.step for event in board.Images("report/still")] == [7, 8]
     (text,) = board.Tensors("config")
     assert text.tensor_proto.string_val[0] == b"a: **1**"
+
+
+def test_counts_of_trouble_are_shown_once_there_is_some(tmp_path):
+    with ExperimentLogger(tmp_path) as logger:
+        for step, count in enumerate([0, 0, 2, 0]):
+            logger.scalars({"collect/env_restarts": count, "train/loss": 0.0}, step=step)
+    assert [row["collect/env_restarts"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 0, 2, 0]
+    board = events(tmp_path / "tensorboard")
+    assert [event.step for event in board.Scalars("collect/env_restarts")] == [2, 3]
+    assert [event.step for event in board.Scalars("train/loss")] == [0, 1, 2, 3]
+
+
+def test_hyperparameters_are_in_their_tab(tmp_path):
+    from tensorboard.plugins.hparams import metadata
+
+    with ExperimentLogger(tmp_path) as logger:
+        logger.hparams({"algorithm.rate": 0.5, "task": "CartPole-v1", "off": None, "flag": True})
+    board = events(tmp_path / "tensorboard")
+    (content,) = board.PluginTagToContent("hparams").values()
+    info = metadata.parse_session_start_info_plugin_data(content)
+    assert set(info.hparams) == {"algorithm.rate", "task", "flag"}
+    assert info.hparams["algorithm.rate"].number_value == 0.5
 
 
 @pytest.mark.parametrize("folder", ["../..", "/tmp", "episodes/../../..", "link"])
@@ -237,21 +260,22 @@ def test_trackio_logs_and_resumes(tmp_path, monkeypatch):
 @pytest.mark.extras
 def test_real_trackio_keeps_the_metrics(tmp_path, subprocess_env):
     """In its own process: Trackio reads its folder when it is imported."""
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("not run: trackio needs pillow<13, and the tests have 13")
     code = (
         "import sys; from rl_lab.utils.logger import ExperimentLogger\n"
         "for step in (1, 2):\n"
         "    with ExperimentLogger(sys.argv[1], tensorboard=False, trackio='p') as log:\n"
         "        log.scalars({'train/x': float(step)}, step=step)\n"
         "import trackio\n"
-        "(run,) = trackio.Api().runs('p')\n"
-        "print(run.name)"
+        "print('runs:', [run.name for run in trackio.Api().runs('p')])"
     )
     environ = subprocess_env | {"TRACKIO_DIR": str(tmp_path / "trackio")}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "a" / "b")], capture_output=True, text=True, env=environ
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "a-b"  # one run, which the second process continued
+    assert "runs: ['a-b']" in done.stdout.splitlines()  # one run, which the second logger continued
 
 
 def test_logger_imports_lazily(tmp_path, subprocess_env):

@@ -19,10 +19,9 @@ from torch import nn
 from rl_lab.build import assemble_workflow
 from rl_lab.components.controllers.linear_controller import LinearController
 from rl_lab.components.dynamics.mdn_rnn import LSTM
-from rl_lab.components.nn.ensemble import EnsembleMLP
 from rl_lab.components.nn.image_stacks import ConvLayer
 from rl_lab.components.nn.mlp import BlockLinear, LayerNorm, RMSNorm
-from rl_lab.components.nn.normed_mlp import Layer
+from rl_lab.components.nn.normed_mlp import EnsembleMLP, Layer
 from rl_lab.components.representation_learners.latent_encoders import LatentImageEncoder
 from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.records import ActionSpec, ArraySpec, Spec

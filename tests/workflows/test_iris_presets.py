@@ -154,7 +154,7 @@ def test_real_environment_steps_itself():
     """Rewards and ends of imagined steps are those that the environment gives for these actions."""
     words = ["experiment=iris_catch", "debug=tiny", "experiment.device=cpu", *REAL]
     config = compose_config(words)
-    from rl_lab.build import environment_spec
+    from rl_lab.run_environments import environment_spec
 
     spec = environment_spec(config)
     workflow = assemble_workflow(resolve_config(config, spec), spec, torch.device("cpu"))

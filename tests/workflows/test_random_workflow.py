@@ -4,8 +4,7 @@ from omegaconf import OmegaConf
 from rl_lab.build import instantiate
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.records import ActMode
-from rl_lab.workflows.context import WorkflowContext, WorldModelComponents
-from rl_lab.workflows.controllers import ControllerManager
+from rl_lab.workflows.context import ControllerManager, WorkflowContext, WorldModelComponents
 from tests.workflows.dreamer_case import CONTINUOUS, vector_spec
 
 

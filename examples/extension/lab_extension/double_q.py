@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from rl_lab.components.nn.training_step import NonFiniteGuard, optimizer_step
 from rl_lab.records import ActMode, Batch, BatchSpec, Hook, UpdateResult
-from rl_lab.utils.settings import read_settings
+from rl_lab.workflows import read_settings
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from rl_lab.components.nn.actions import make_policy
 from rl_lab.components.nn.losses import LossWithIntermediateLosses
-from rl_lab.components.nn.precision import autocast
+from rl_lab.components.nn.residual_conv import HALVE, WIDTHS, FrameEncoder, latent_side
 from rl_lab.components.nn.two_hot import make_regression
-from rl_lab.components.representation_learners.delta_tokenizer import HALVE, WIDTHS, FrameEncoder, latent_side
 from rl_lab.components.representation_learners.tokenizer import frame_shape
 from rl_lab.errors import ConfigError
 from rl_lab.records import Batch, Spec
+from rl_lab.utils.device import autocast
 
 State = dict[str, torch.Tensor]  # h, c: (N, units)
 

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from rl_lab.components.nn.categorical import straight_through, unimix_probs
-from rl_lab.components.nn.ensemble import EnsembleMLP, Weights
 from rl_lab.components.nn.fast_path import compiled_pointwise
 from rl_lab.components.nn.moving_averages import SlowCopy
-from rl_lab.components.nn.normed_mlp import NormedMLP
+from rl_lab.components.nn.normed_mlp import EnsembleMLP, NormedMLP, Weights
 from rl_lab.components.nn.two_hot import make_regression
 from rl_lab.errors import ConfigError
 from rl_lab.records import NoiseSpec, Spec

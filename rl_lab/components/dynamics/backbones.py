@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rl_lab.components.dynamics.language_model import choose_trained, load_language_model
-from rl_lab.components.nn.precision import product_dtype
 from rl_lab.components.nn.transformer import init_token_network
 from rl_lab.errors import ConfigError
+from rl_lab.utils.device import product_dtype
 
 State = dict[str, torch.Tensor]
 
@@ -270,6 +269,8 @@ class PretrainedBackbone(nn.Module):
         layers: int | None = None,
     ) -> None:
         super().__init__()
+        from rl_lab.components.dynamics.language_model import choose_trained, load_language_model
+
         self.dim, self.length = dim, length
         self.model = load_language_model(
             path, weights=weights, revision=revision, positions=positions, layers=layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rl_lab.components.nn.ensemble import EnsembleMLP
+from rl_lab.components.nn.normed_mlp import EnsembleMLP
 from rl_lab.errors import ConfigError
 from rl_lab.records import Spec
 from rl_lab.utils.ranks import count_over_ranks

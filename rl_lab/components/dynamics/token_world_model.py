@@ -20,9 +20,9 @@ from rl_lab.components.nn.categorical import sample_index
 from rl_lab.components.nn.fast_path import SideStream
 from rl_lab.components.nn.losses import LossWithIntermediateLosses, masked_mean, reward_share
 from rl_lab.components.nn.optim import exempt_from_decay
+from rl_lab.components.nn.residual_conv import HALVE, WIDTHS, FrameEncoder, latent_side
 from rl_lab.components.nn.transformer import init_token_network
 from rl_lab.components.nn.two_hot import SymlogTwoHot
-from rl_lab.components.representation_learners.delta_tokenizer import HALVE, WIDTHS, FrameEncoder, latent_side
 from rl_lab.components.representation_learners.tokenizer import (
     action_table,
     frame_key,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_lab.components.nn.mlp import RMSNorm, truncated_normal_
-from rl_lab.components.nn.precision import product_dtype
+from rl_lab.utils.device import product_dtype
 
 KERNEL = 5  # danijar/dreamerv3 rssm.py; "same" padding
 

@@ -8,14 +8,11 @@ separately (`pre`, one value per channel), and the next norm or sum adds it when
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-from rl_lab.components.kernels.add_bias import add_bias
-from rl_lab.components.kernels.upsample2x import upsample2x
 
 # An image batch (M, C, H, W), and a bias (C,) that is still to be added to it.
 Pending = tuple[torch.Tensor, torch.Tensor | None]
@@ -28,7 +25,11 @@ def _bias(layer: nn.Module) -> torch.Tensor:
 
 
 def _residual(x: torch.Tensor, hidden: torch.Tensor, bias: torch.Tensor, defer_bias: bool) -> Pending:
-    return (x + hidden, bias) if defer_bias else (add_bias(x, hidden, bias), None)
+    if defer_bias:
+        return x + hidden, bias
+    from rl_lab.components.kernels.add_bias import add_bias
+
+    return add_bias(x, hidden, bias), None
 
 
 class ImageNorm(nn.GroupNorm):
@@ -160,11 +161,15 @@ class Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # F.interpolate casts a bfloat16 image to float32.
-        larger = upsample2x(x) if self.fast else F.interpolate(x, scale_factor=2.0, mode="nearest")
-        return self.conv(larger)
+        if not self.fast:
+            return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        from rl_lab.components.kernels.upsample2x import upsample2x
+
+        return self.conv(upsample2x(x))  # F.interpolate casts a bfloat16 image to float32
 
     def without_bias(self, x: torch.Tensor) -> Pending:
+        from rl_lab.components.kernels.upsample2x import upsample2x
+
         return F.conv2d(upsample2x(x), self.conv.weight, padding=1), self.conv.bias
 
 
@@ -204,3 +209,66 @@ def _flat(layers: nn.Sequential) -> Iterator[nn.Module]:
             yield from _flat(layer)
         else:
             yield layer
+
+
+# ---------------------------------------------------------------- frames of Δ-IRIS
+
+# Of each residual block: its channels in multiples of `width`, and whether the image is downsampled after it.
+WIDTHS, HALVE = (1, 1, 2, 2, 4), (True, False, True, True, False)  # vmicheli/delta-iris
+
+
+def latent_side(side: int, halve: Sequence[bool] = HALVE) -> int:
+    return side // 2 ** sum(bool(item) for item in halve)
+
+
+class FrameEncoder(nn.Module):
+    """(M, channels, H, W) -> (M, latent, H/8, W/8) with the default widths."""
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        latent: int,
+        width: int,
+        widths: Sequence[int] = WIDTHS,
+        halve: Sequence[bool] = HALVE,
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1)]
+        current = width
+        for multiple, half in zip(widths, halve, strict=True):
+            layers.append(ResidualConv(current, multiple * width))
+            current = multiple * width
+            if half:
+                layers.append(Downsample(current, 2))
+        layers += [ImageNorm(current), nn.Conv2d(current, latent, 3, padding=1)]
+        self.layers = ImageSequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class FrameDecoder(nn.Module):
+    """(M, latent, h, w) -> (M, channels, 8·h, 8·w) with the default widths; the encoder's blocks reversed."""
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        latent: int,
+        width: int,
+        widths: Sequence[int] = WIDTHS,
+        halve: Sequence[bool] = HALVE,
+    ) -> None:
+        super().__init__()
+        before = [1, *widths[:-1]]  # input widths of the encoder's blocks
+        layers: list[nn.Module] = [nn.Conv2d(latent, widths[-1] * width, 3, padding=1)]
+        for multiple, smaller, half in reversed(list(zip(widths, before, halve, strict=True))):
+            if half:
+                layers.append(Upsample(multiple * width))
+            layers.append(ResidualConv(multiple * width, smaller * width))
+        layers += [ImageNorm(width), nn.Conv2d(width, channels, 3, padding=1)]
+        self.layers = ImageSequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)

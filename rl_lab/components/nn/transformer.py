@@ -15,11 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rl_lab.components.kernels.attention import cached_attention, causal_attention
-from rl_lab.components.kernels.dropout import SeededDropout, hashed_uniform, kept
-from rl_lab.components.kernels.residual_norm import residual_norm, residual_norm_forward
-from rl_lab.components.nn.precision import product_dtype
 from rl_lab.errors import ConfigError
+from rl_lab.utils.device import product_dtype
 
 # --- Cached steps without gradients ---
 
@@ -60,6 +57,9 @@ class FrozenBlocks:
         self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, filled: torch.Tensor
     ) -> torch.Tensor:
         """x: (B, T ≤ MOST_TOKENS, D) -> (B, T, D); the cache (B, layers, heads, L, W) is written in place."""
+        from rl_lab.components.kernels.attention import cached_attention
+        from rl_lab.components.kernels.residual_norm import residual_norm_forward
+
         result = x.dtype
         x, h = residual_norm_forward(x, None, *self.norms[0], self.dtype)
         for n, (qkv, project, enter, leave) in enumerate(self.products):
@@ -83,6 +83,8 @@ def seed_word(seed: torch.Tensor) -> torch.Tensor:
 
 def seeded_uniform(shape: tuple[int, ...], seed: torch.Tensor) -> torch.Tensor:
     """seed: 0-d uniform in [0, 1) -> uniform values of `shape`, deterministic in the seed."""
+    from rl_lab.components.kernels.dropout import hashed_uniform
+
     return hashed_uniform(shape, seed_word(seed))
 
 
@@ -92,6 +94,8 @@ def seeded_dropout(
     """Dropout of x with probability `rate`; x itself without a seed or if the rate is 0."""
     if seed is None or rate == 0.0:
         return x
+    from rl_lab.components.kernels.dropout import SeededDropout, kept
+
     if fast and x.is_cuda:
         result: torch.Tensor = SeededDropout.apply(x, rate, seed_word(seed))
         return result
@@ -156,6 +160,8 @@ class SelfAttention(nn.Module):
         """As `forward` with one product for q, k and v, without output dropout. word: from `seed_word`."""
         qkv = F.linear(x, *merged([self.query, self.key, self.value]))
         if word is not None:
+            from rl_lab.components.kernels.attention import causal_attention
+
             result: torch.Tensor = self.project(causal_attention(qkv, self.heads, self.rate, word))
             return result
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -243,6 +249,8 @@ class Transformer(nn.Module):
 
     def _fast_forward(self, x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
         """The blocks, with dropout, residual and norm fused. words: the seeds as integers."""
+        from rl_lab.components.kernels.residual_norm import residual_norm
+
         dtype = product_dtype(x.device)
         h = self.blocks[0].norm1(x).to(dtype)
         for n, block in enumerate(self.blocks):

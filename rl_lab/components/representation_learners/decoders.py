@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_lab.components.nn.conv import Conv, ConvUp, decode_folded, norm_act, upsample
-from rl_lab.components.nn.image_stacks import STACKS, StackDecoder
 from rl_lab.components.nn.mlp import MLP, TODAY, BlockLinear, LayerStyle, RMSNorm, layer_style
 from rl_lab.components.nn.two_hot import symexp, symlog
 from rl_lab.components.representation_learners.encoders import (
@@ -63,6 +61,8 @@ class ImageDecoder(PixelDecoder):
         stages: Sequence[int] = STAGES,
     ) -> None:
         super().__init__()
+        from rl_lab.components.nn.conv import Conv, ConvUp
+
         self.keys = image_keys(spec)
         self.channels = [spec.observations[key].shape[0] for key in self.keys]
         channels, height, width = image_shape(spec, len(stages))
@@ -83,6 +83,8 @@ class ImageDecoder(PixelDecoder):
         # (N, g, h·w·c) -> (N, h, w, g·c): each block of deter computes its own channels.
         grouped = self.from_deter(deter.unflatten(-1, (self.blocks, -1)))
         seed = join_seed(grouped, self.from_stoch(stoch), self.space)
+        from rl_lab.components.nn.conv import decode_folded, norm_act, upsample
+
         if self.fast:
             from rl_lab.components.kernels.norm_silu import norm_silu
 
@@ -123,6 +125,8 @@ class StackImageDecoder(PixelDecoder):
         style: LayerStyle,
     ) -> None:
         super().__init__()
+        from rl_lab.components.nn.image_stacks import STACKS, StackDecoder
+
         self.keys = image_keys(spec)
         self.channels = [spec.observations[key].shape[0] for key in self.keys]
         channels, height, width = image_shape(spec, 0)

@@ -7,7 +7,7 @@ determine. Widths and depths are from the paper.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,8 +19,13 @@ from rl_lab.components.nn.losses import (
     weighted_losses,
 )
 from rl_lab.components.nn.optim import exempt_from_decay
-from rl_lab.components.nn.residual_conv import Downsample, ImageNorm, ImageSequential, ResidualConv, Upsample
-from rl_lab.components.nn.return_critic import ReturnCritic
+from rl_lab.components.nn.residual_conv import (
+    HALVE,
+    WIDTHS,
+    FrameDecoder,
+    FrameEncoder,
+    latent_side,
+)
 from rl_lab.components.nn.transformer import init_token_network
 from rl_lab.components.representation_learners.tokenizer import (
     action_table,
@@ -32,65 +37,8 @@ from rl_lab.components.representation_learners.tokenizer import (
 from rl_lab.errors import ConfigError
 from rl_lab.records import Batch, Spec
 
-# Of each residual block: its channels in multiples of `width`, and whether the image is downsampled after it.
-WIDTHS, HALVE = (1, 1, 2, 2, 4), (True, False, True, True, False)  # vmicheli/delta-iris
-
-
-def latent_side(side: int, halve: Sequence[bool] = HALVE) -> int:
-    return side // 2 ** sum(bool(item) for item in halve)
-
-
-class FrameEncoder(nn.Module):
-    """(M, channels, H, W) -> (M, latent, H/8, W/8) with the default widths."""
-
-    def __init__(
-        self,
-        *,
-        channels: int,
-        latent: int,
-        width: int,
-        widths: Sequence[int] = WIDTHS,
-        halve: Sequence[bool] = HALVE,
-    ) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1)]
-        current = width
-        for multiple, half in zip(widths, halve, strict=True):
-            layers.append(ResidualConv(current, multiple * width))
-            current = multiple * width
-            if half:
-                layers.append(Downsample(current, 2))
-        layers += [ImageNorm(current), nn.Conv2d(current, latent, 3, padding=1)]
-        self.layers = ImageSequential(*layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-class FrameDecoder(nn.Module):
-    """(M, latent, h, w) -> (M, channels, 8·h, 8·w) with the default widths; the encoder's blocks reversed."""
-
-    def __init__(
-        self,
-        *,
-        channels: int,
-        latent: int,
-        width: int,
-        widths: Sequence[int] = WIDTHS,
-        halve: Sequence[bool] = HALVE,
-    ) -> None:
-        super().__init__()
-        before = [1, *widths[:-1]]  # input widths of the encoder's blocks
-        layers: list[nn.Module] = [nn.Conv2d(latent, widths[-1] * width, 3, padding=1)]
-        for multiple, smaller, half in reversed(list(zip(widths, before, halve, strict=True))):
-            if half:
-                layers.append(Upsample(multiple * width))
-            layers.append(ResidualConv(multiple * width, smaller * width))
-        layers += [ImageNorm(width), nn.Conv2d(width, channels, 3, padding=1)]
-        self.layers = ImageSequential(*layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+if TYPE_CHECKING:
+    from rl_lab.components.nn.return_critic import ReturnCritic
 
 
 class DeltaTokenizer(nn.Module):

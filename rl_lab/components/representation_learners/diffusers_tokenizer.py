@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,10 +12,12 @@ from torch import nn
 from rl_lab.components.nn.losses import check_image_side
 from rl_lab.components.nn.optim import exempt_from_decay
 from rl_lab.components.nn.quantizers import VectorQuantizer
-from rl_lab.components.nn.return_critic import ReturnCritic
 from rl_lab.components.representation_learners.tokenizer import FrameTokenizer, frame_key, frame_shape
 from rl_lab.errors import ConfigError, MissingPackageError, install_line, one_line
 from rl_lab.records import Spec
+
+if TYPE_CHECKING:
+    from rl_lab.components.nn.return_critic import ReturnCritic
 
 
 class DiffusersTokenizer(FrameTokenizer):

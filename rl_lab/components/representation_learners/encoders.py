@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_lab.components.nn.conv import ConvDown, encode_folded
-from rl_lab.components.nn.image_stacks import STACKS, StackEncoder
 from rl_lab.components.nn.mlp import MLP, LayerStyle, layer_style
 from rl_lab.components.nn.two_hot import symlog
 from rl_lab.errors import ConfigError, reject_unknown, require_choice
@@ -141,7 +139,8 @@ class MLPEncoder(nn.Module):
 STAGES = (2, 3, 4, 4)
 
 
-IMAGES = ("pooled", *STACKS)
+# Of `images`: today's stack (nn/conv.py), and those of earlier versions (nn/image_stacks.py).
+IMAGES = ("pooled", "outer", "strided", "valid")
 
 
 class ImageEncoder(nn.Module):
@@ -157,6 +156,8 @@ class ImageEncoder(nn.Module):
         self, *, spec: Spec, depth: int, stages: Sequence[int] = STAGES, keys: Sequence[str] | None = None
     ) -> None:
         super().__init__()
+        from rl_lab.components.nn.conv import ConvDown
+
         spec = select_observations(spec, keys, "encoder")
         refuse_unread("encoder", "images", vector_keys(spec), "use components/encoder=dict")
         self.keys = image_keys(spec)
@@ -171,6 +172,8 @@ class ImageEncoder(nn.Module):
         batch = image.shape[:-3]
         x = image.flatten(0, -4) if len(batch) else image.unsqueeze(0)
         if self.fast:
+            from rl_lab.components.nn.conv import encode_folded
+
             return encode_folded(list(self.blocks), x).reshape(*batch, self.embed_dim)
         x = (x.float() / 255.0 - 0.5).contiguous(memory_format=torch.channels_last)
         for block in self.blocks:
@@ -242,6 +245,8 @@ class StackImageEncoder(nn.Module):
 
     def __init__(self, *, spec: Spec, depth: int, images: str, style: LayerStyle) -> None:
         super().__init__()
+        from rl_lab.components.nn.image_stacks import STACKS, StackEncoder
+
         self.keys = image_keys(spec)
         channels, height, width = image_shape(spec, 0)
         self.stack = StackEncoder(STACKS[images], channels, (height, width), depth, style)
@@ -266,5 +271,7 @@ def dict_embed_dim(
         return vector
     if images == "pooled":
         return vector + image_embed_dim(spec, depth)
+    from rl_lab.components.nn.image_stacks import STACKS
+
     _, height, width = image_shape(spec, 0)
     return vector + STACKS[images].features((height, width), depth)

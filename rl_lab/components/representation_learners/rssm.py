@@ -20,7 +20,6 @@ from rl_lab.components.nn.actions import ActionEncoder
 from rl_lab.components.nn.latents import make_latent, noise_spec
 from rl_lab.components.nn.mlp import MLP, TODAY, BlockLinear, LayerNorm, LayerStyle, layer_style
 from rl_lab.components.representation_learners.encoders import dict_embed_dim
-from rl_lab.components.representation_learners.rssm_fast import scan_posterior
 from rl_lab.errors import require_choice
 from rl_lab.records import NoiseSpec, Spec
 
@@ -244,6 +243,8 @@ class RSSM(nn.Module):
         from_deter, from_embed = self.posterior_in.weight.split([self.deter, self.embed_dim], 1)
         embeds = F.linear(embed, from_embed, self.posterior_in.bias)
         if self.fast:
+            from rl_lab.components.representation_learners.rssm_fast import scan_posterior
+
             deter, stoch, prob = scan_posterior(self, state, keep.squeeze(-1), actions, embeds, noise)
             return {"deter": deter, "stoch": stoch}, prob.log()
         from_deter = from_deter.t()

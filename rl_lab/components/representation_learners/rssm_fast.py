@@ -35,7 +35,7 @@ from rl_lab.components.kernels.norm_silu import (
 )
 from rl_lab.components.kernels.sampling import categorical_sample, categorical_sample_backward
 from rl_lab.components.nn.mlp import FrozenMLP
-from rl_lab.components.nn.precision import product_dtype
+from rl_lab.utils.device import product_dtype
 
 if TYPE_CHECKING:
     from rl_lab.components.representation_learners.rssm import RSSM

@@ -6,7 +6,7 @@ Frames are float with pixels in [0, 1].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,10 +28,12 @@ from rl_lab.components.nn.residual_conv import (
     ResidualConv,
     Upsample,
 )
-from rl_lab.components.nn.return_critic import ReturnCritic
 from rl_lab.components.representation_learners.encoders import image_keys
 from rl_lab.errors import ConfigError
 from rl_lab.records import Batch, Spec
+
+if TYPE_CHECKING:
+    from rl_lab.components.nn.return_critic import ReturnCritic
 
 
 def frame_key(spec: Spec) -> str:

@@ -255,8 +255,8 @@ def run_episodes(
     """
     from omegaconf import OmegaConf
 
-    from rl_lab.build import build_evaluator
     from rl_lab.environments.make import env_config_options
+    from rl_lab.run_environments import build_evaluator
 
     plain: Any = OmegaConf.to_container(agent.config.environment)
     limit = env_config_options(plain, evaluation=True).get("time_limit")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_lab.agent import Agent, load_agent
-from rl_lab.build import build_evaluator
 from rl_lab.environments.make import env_config_options, env_factory
 from rl_lab.environments.state_rendering import StateDrawer, state_drawer
 from rl_lab.environments.world_model_env import BufferStarts, EpisodeStarts, ImaginedEpisodes
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.records import Batch, Spec
+from rl_lab.run_environments import build_evaluator
 from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.tools.dream_report import fitting_context
 from rl_lab.tools.play.commands import HOTTEST

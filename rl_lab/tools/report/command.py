@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="DIR",
         type=Path,
-        help="output folder (default: RUN/report; ./report for several runs)",
+        help="output folder (default: RUN/report, or that of the folder of all runs; ./report for several words)",
     )
     parser.add_argument(
         "--by",
@@ -159,15 +160,23 @@ def write_report(
     interactive: draw plots with zoom and values, if the package plotly is installed
     """
     found = find_runs(runs, output_root)
-    folder = (
-        Path(out) if out is not None else (found[0].output().report if len(found) == 1 else Path("report"))
-    )
+    folder = Path(out) if out is not None else _default_folder(runs, found)
     with WorkProgress("drawing the report", PARTS) as progress:
         page, left_out = page_of_runs(found, folder, by, keys, interactive=interactive, tick=progress.step)
     for sentence in left_out:
         (say or _print_error)(f"left out: {sentence}")
     index = write_page(page, folder / "index.html")
     return [index, *(plot for section in page.sections for plot in section.plots)]
+
+
+def _default_folder(runs: Sequence[str | Path], found: Sequence[RunFolder]) -> Path:
+    """Return the report folder of one run, of the one folder that has all runs, such as a sweep, or ./report."""
+    if len(found) == 1:
+        return found[0].output().report
+    parents = {folder.path.parent for folder in found}
+    parent = Path(runs[0]) if len(runs) == 1 else parents.pop() if not runs and len(parents) == 1 else None
+    writable = parent is not None and parent.is_dir() and os.access(parent, os.W_OK)
+    return parent / "report" if parent is not None and writable else Path("report")
 
 
 def _print_error(text: str) -> None:

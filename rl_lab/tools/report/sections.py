@@ -51,6 +51,7 @@ HEADINGS = {
     "other": "Other metrics",
 }
 FEW = 3  # a prefix with fewer metrics gets no figure of its own
+LEARNING = ("train", "controller")  # with however few metrics: what a small algorithm logs
 # Already plotted in the learning curve and the timing figure.
 DRAWN_ELSEWHERE = (
     "collect/return_mean",
@@ -238,7 +239,8 @@ def metric_sections(
     by_prefix: dict[str, list[str]] = {}
     for key in sorted(keys, key=_metric_order):
         by_prefix.setdefault(key.partition("/")[0], []).append(key)
-    few = [prefix for prefix, members in by_prefix.items() if len(members) < FEW]
+    own = LEARNING if patterns is None else ()
+    few = [prefix for prefix, members in by_prefix.items() if len(members) < FEW and prefix not in own]
     # One figure per prefix with many metrics, and one for the others.
     families = {prefix: by_prefix[prefix] for prefix in _in_order(by_prefix) if prefix not in few}
     if few:

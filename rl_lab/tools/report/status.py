@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_lab.errors import CheckpointError, LabError
-from rl_lab.orchestration.run_log import DONE, SECONDS_LEFT
+from rl_lab.orchestration.run_log import DONE, ENDED_EARLY, SECONDS_LEFT
 from rl_lab.run_folder import RunFolder
 from rl_lab.utils.checkpoint.manifest import read_manifest
 from rl_lab.utils.files import is_locked
@@ -58,6 +58,8 @@ def run_status(folder: RunFolder, total_steps: int | None, now: float | None = N
     if is_locked(folder.path):
         shown = None if left is None or age is None else max(0.0, left - age)
         return Status("running", share, shown, age, note="" if rows else "no log line yet")
+    if last.get(ENDED_EARLY):
+        return Status("finished", 1.0, None, age, note="ended early, by training.stop_when or a callback")
     if _ended(last, step, total_steps):
         return Status("finished", 1.0, None, age)
     failure = last_failure(folder.path / "error.txt", at)

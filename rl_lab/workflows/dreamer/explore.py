@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from rl_lab.components.nn.fast_path import SideStream
-from rl_lab.components.nn.precision import autocast
 from rl_lab.components.nn.training_step import find_gradients, join_gradients
 from rl_lab.records import ActMode, Batch, Hook, UpdateResult
+from rl_lab.utils.device import autocast
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer.losses import (
     ImaginedRollouts,

@@ -17,19 +17,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_lab.components.nn.accumulation import split_batch, split_noise
 from rl_lab.components.nn.fast_path import SideStream
 from rl_lab.components.nn.losses import reward_share
 from rl_lab.components.nn.moving_averages import ReturnNormalizer
-from rl_lab.components.nn.precision import autocast, product_dtype, resolve_precision
 from rl_lab.components.nn.training_step import (
     Gradients,
     NonFiniteGuard,
     find_gradients,
     join_gradients,
     optimizer_step,
+    split_batch,
+    split_noise,
 )
-from rl_lab.components.representation_learners.rssm_fast import FrozenDynamics, imagine, imagine_with_gradient
 from rl_lab.errors import ConfigError, reject_unknown
 from rl_lab.records import (
     ActMode,
@@ -41,6 +40,7 @@ from rl_lab.records import (
     Spec,
     UpdateResult,
 )
+from rl_lab.utils.device import autocast, product_dtype, resolve_precision
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer.losses import (
@@ -143,6 +143,12 @@ class DreamerActing(WorldModelWorkflow):
         gradients = torch.is_grad_enabled()
         encoded = gradients and self.spec.action.kind != "continuous"
         if self.fused and getattr(actor, "has_fast_form", True) and not encoded:
+            from rl_lab.components.representation_learners.rssm_fast import (
+                FrozenDynamics,
+                imagine,
+                imagine_with_gradient,
+            )
+
             if gradients:
                 return imagine_with_gradient(self.rssm, actor, state, prior_noise, action_noise)
             policy = actor.frozen(product_dtype(self.device))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rl_lab.errors import ConfigError
-from rl_lab.utils.settings import INTERPOLATED
-from rl_lab.workflows.settings import Settings
+from rl_lab.workflows.settings import INTERPOLATED, Settings
 
 
 @dataclass(frozen=True)

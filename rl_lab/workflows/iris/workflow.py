@@ -19,12 +19,11 @@ from typing import Any, Literal
 import torch
 
 from rl_lab.components.dynamics.backbones import copy_state
-from rl_lab.components.nn.accumulation import accumulated_loss
 from rl_lab.components.nn.losses import LossWithIntermediateLosses
 from rl_lab.components.nn.moving_averages import SlowCopy
-from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.components.nn.training_step import (
     NonFiniteGuard,
+    accumulated_loss,
     optimizer_step,
 )
 from rl_lab.components.representation_learners.tokenizer import no_action, to_frames, to_pixels
@@ -40,6 +39,7 @@ from rl_lab.records import (
     Spec,
     UpdateResult,
 )
+from rl_lab.utils.device import autocast, resolve_precision
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.iris.policy_loss import ImaginedPolicyLoss

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypedDict
 
 from rl_lab.errors import ConfigError
 from rl_lab.records import EarlyStop
-from rl_lab.utils.settings import INTERPOLATED
-from rl_lab.workflows.settings import Settings, check_parts
+from rl_lab.workflows.settings import INTERPOLATED, Settings, check_parts
 
 
 class LossScales(TypedDict, total=False):

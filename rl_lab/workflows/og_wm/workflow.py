@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from rl_lab.components.nn.accumulation import accumulated_loss
-from rl_lab.components.nn.precision import autocast, resolve_precision
 from rl_lab.components.nn.training_step import (
     NonFiniteGuard,
+    accumulated_loss,
     optimizer_step,
 )
 from rl_lab.components.representation_learners.conv_vae import sample_normal
@@ -45,6 +44,7 @@ from rl_lab.records import (
     TransformHook,
     UpdateResult,
 )
+from rl_lab.utils.device import autocast, resolve_precision
 from rl_lab.utils.ranks import count_over_ranks
 from rl_lab.utils.seeding import derive_seed
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow

@@ -14,9 +14,8 @@ from torch import nn
 from rl_lab.components.controllers.tdmpc import choose_pair
 from rl_lab.components.nn.actions import ActionEncoder, make_policy, stored_action
 from rl_lab.components.nn.fast_path import compiling
-from rl_lab.components.nn.precision import autocast, resolve_precision
-from rl_lab.launch.runtime import tensor_float
 from rl_lab.records import ActMode, Batch, ImaginedStep, NoiseSpec
+from rl_lab.utils.device import autocast, resolve_precision, tensor_float
 from rl_lab.workflows.base import PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.tdmpc.planning_model import CastCopy, LatentModel, control

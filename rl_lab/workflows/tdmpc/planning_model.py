@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_lab.components.controllers.mpc_planner import WORST
-from rl_lab.components.nn.ensemble import EnsembleMLP, Weights
-from rl_lab.components.nn.normed_mlp import NormedMLP, cast_wide, pad_to, padding
+from rl_lab.components.nn.normed_mlp import EnsembleMLP, NormedMLP, Weights, cast_wide, pad_to, padding
 from rl_lab.components.nn.two_hot import SymlogTwoHot
 
 

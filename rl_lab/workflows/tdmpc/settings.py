@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypedDict
 
 from rl_lab.errors import ConfigError
-from rl_lab.utils.settings import INTERPOLATED
-from rl_lab.workflows.settings import Settings, check_parts
+from rl_lab.workflows.settings import INTERPOLATED, Settings, check_parts
 
 
 class LossScales(TypedDict):

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from rl_lab.components.controllers.tdmpc import choose_pair
-from rl_lab.components.nn.accumulation import mean_of_parts, split_batch, split_noise
-from rl_lab.components.nn.ensemble import Weights
 from rl_lab.components.nn.moving_averages import SlowCopy
+from rl_lab.components.nn.normed_mlp import Weights
 from rl_lab.components.nn.training_step import (
     NonFiniteGuard,
+    mean_of_parts,
     optimizer_step,
+    split_batch,
+    split_noise,
 )
 from rl_lab.records import Batch, BatchSpec, Hook, NoiseSpec, UpdateResult
 from rl_lab.workflows.base import PhaseConfig

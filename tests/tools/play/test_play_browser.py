@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,19 +23,6 @@ import pytest
 from rl_lab.tools.play.episodes import read_video
 
 PATIENCE = 120.0  # seconds until the server's first line; imports, weights and environment take 2 to 10
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    program = next((path for path in map(shutil.which, BROWSERS) if path), None)
-    if program is None:
-        pytest.skip("not run: needs Chromium (apt-get install chromium)")
-    playwright = pytest.importorskip("playwright.sync_api", reason="not run: needs the package playwright")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,7 @@ import pytest
 import rl_lab
 from rl_lab.buffers.formats.dataset import open_dataset
 from rl_lab.cli import main
-from tests.tools.play.test_play_browser import browser, keep, number
-
-__all__ = ["browser"]  # the fixture
+from tests.tools.play.test_play_browser import keep, number
 
 LONG = os.environ.get("RL_LAB_WALK") == "long"
 EPISODES, UPDATES = (60, 1500) if LONG else (3, 20)

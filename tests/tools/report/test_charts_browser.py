@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,6 @@ MakeRun = Callable[..., Path]
 STUB = """window.Plotly = { react: (area, traces, layout) => {
   area.traces = traces; area.layout = layout; area.textContent = traces.length + " traces"; return Promise.resolve(area);
 } };"""
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        pytest.skip("not run: needs Chromium (apt-get install chromium)")
-    playwright = pytest.importorskip("playwright.sync_api", reason="not run: needs the package playwright")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 def open_page(browser: Any, address: str, **options: Any) -> tuple[Any, list[str]]:

@@ -84,6 +84,18 @@ def test_report_folder_of_several_runs(make_run: MakeRun, tmp_path: Path, monkey
     assert (tmp_path / "report" / "curve.png").is_file()
 
 
+def test_report_of_a_sweep_is_in_its_folder(make_run: MakeRun, tmp_path: Path, monkeypatch) -> None:
+    runs = [make_run(lines=12, media=False), make_run(lines=12, seed=1, media=False)]
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    for number, run in enumerate(runs):
+        run.rename(sweep / str(number))
+    monkeypatch.chdir(tmp_path)
+    index = report.write_report([sweep])[0]
+    assert index == sweep / "report" / "index.html" and index.is_file() and not (tmp_path / "report").exists()
+    assert report.write_report(["sweep"])[0] == Path("sweep/report/index.html")  # it is no run
+
+
 def test_groups(make_run: MakeRun) -> None:
     folders = [make_run(seed=seed, train_ratio=ratio, lines=5) for seed, ratio in ((0, 32), (1, 32), (0, 8))]
     runs = load_runs([RunFolder(folder) for folder in folders])

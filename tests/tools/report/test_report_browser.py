@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from rl_lab.tools.report import command as report
 from rl_lab.tools.report.serve import LiveReport, Server
 from rl_lab.tools.web_access import WebAccess
 
 MakeRun = Callable[..., Path]
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        pytest.skip("not run: needs Chromium (apt-get install chromium)")
-    playwright = pytest.importorskip("playwright.sync_api", reason="not run: needs the package playwright")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 def test_page_is_self_contained(browser: Any, make_run: MakeRun, tmp_path: Path):

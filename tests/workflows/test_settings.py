@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl_lab.errors import ConfigError
-from rl_lab.utils.settings import INTERPOLATED, read_settings, unknown_keys
+from rl_lab.workflows.settings import INTERPOLATED, read_settings, unknown_keys
 
 
 class Scales(TypedDict):
