@@ -1,6 +1,6 @@
 """Stands in for rl_lab.tools.suite.one_run: the same files and exit statuses, without torch.
 
-Each of 10 log lines takes DELAY seconds. The task `bad` fails, `dies` is killed at half of its first try.
+Each of 10 log lines takes DELAY seconds; after the fifth it waits while the file HOLD exists, at most 30 s. The task `bad` fails, `dies` is killed at half of its first try.
 """
 
 import json
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 DELAY = float(os.environ.get("STUB_DELAY", "0.02"))
+HOLD = Path(os.environ.get("STUB_HOLD", "nothing to wait for"))
 order = json.loads(Path(sys.argv[1]).read_text())
 run_dir, facts_file = Path(order["run_dir"]), Path(order["facts"])
 stopping = []
@@ -38,5 +39,8 @@ for line in range(done + 1, 11):
         file.write(json.dumps(row) + "\n")
     if order["task"] == "dies" and line == 5 and facts["tries"] == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    end = time.monotonic() + 30
+    while line == 5 and HOLD.exists() and time.monotonic() < end:
+        time.sleep(0.01)
 facts["finished"] = True
 facts_file.write_text(json.dumps(facts))

@@ -108,14 +108,24 @@ def test_signal_stops_cleanly(tmp_path: Path, monkeypatch):
 
 
 def test_progress_lines_and_partial_results_while_running(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("STUB_DELAY", "0.15")
-    runner, lines = make_runner(make_suite(["a"], [1]), tmp_path, every=0.2)
+    hold = tmp_path / "hold"
+    hold.touch()
+    monkeypatch.setenv("STUB_HOLD", str(hold))
+    runner, lines = make_runner(make_suite(["a"], [1]), tmp_path / "suite", every=0.1)
+    expected = "done 0 of 1, running 1 | m.a.seed1 50% 5/s (51.0)"
+
+    def say(text: str) -> None:
+        lines.append(text)
+        if expected in text:  # the run waits at half of its frames until this line was said
+            hold.unlink(missing_ok=True)
+
+    runner.say = say
     seen = []
     real = runner._write_result
     monkeypatch.setattr(runner, "_write_result", lambda *a: seen.append(a[1]) or real(*a))
     runner.run()
     assert "partial" in seen and seen[-1] == "done"
-    assert any("done 0 of 1, running 1 | m.a.seed1 50% 5/s (51.0)" in line for line in lines)
+    assert any(expected in line for line in lines)
 
 
 def test_runs_of_another_machine_are_waited_for_and_taken_over(tmp_path: Path):
