@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EPILOG = """SOURCE is one of
   RUN                a run folder or checkpoint file: its trained agent
   random             the random policy; needs --task
-  NAME               an expert of the lab: lunar_lander, cartpole, pendulum, mountain_car, catch
+  NAME               an expert of the lab: lunar_lander, cartpole, pendulum, mountain_car, catch, lock
   module:name        your function expert(obs) -> action, or a class with act(obs); needs --task
 with --recordings, RUN is a run (or a folder of .npz files) whose recordings of `rl-lab play` become the data set
 

@@ -22,6 +22,7 @@ from rl_lab.buffers.formats.dataset import open_dataset
 from rl_lab.cli import main
 from rl_lab.errors import LabError
 from rl_lab.records import ActionSpec, ActMode, ArraySpec, Spec
+from rl_lab.tools.collect.command import EPILOG
 from rl_lab.tools.collect.experts import EXPERTS, ExpertPolicy, RandomPolicy, lab_action
 from rl_lab.tools.play.frame import Frame
 from rl_lab.tools.play.recording import write_episode
@@ -42,6 +43,12 @@ def assert_same_data(left: Path, right: Path) -> None:
 
 
 # ---------------------------------------------------------------- policies
+
+
+def test_help_and_page_name_every_expert() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "demonstrations.md").read_text()
+    for name in EXPERTS:
+        assert name in EPILOG.splitlines()[3] and f"`{name}`" in page, name
 
 
 @pytest.mark.parametrize(
