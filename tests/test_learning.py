@@ -95,6 +95,31 @@ def test_cartpole_stays_up(tmp_path: Path):
     assert len(returns.y) >= 20 and sum(returns.y[-10:]) / 10 >= 475.0
 
 
+# Presets for any environment, on tasks that they were not tuned on: decisions, and the return that is reached by then.
+# docs/results/gym_presets.json has the curves of two seeds.
+PRESETS = {
+    ("dreamer_gym", "Acrobot-v1"): (20_000, -120.0),  # random -500; solved by -100
+    ("dreamer_gym", "Pendulum-v1"): (12_500, -300.0),  # random -1,200
+    ("tdmpc2_gym", "InvertedPendulum-v5"): (6_000, 900.0),  # random 6; at most 1,000
+    ("tdmpc2_gym", "InvertedDoublePendulum-v5"): (6_000, 5_000.0),  # random 60; at most 9,360
+}
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize(("preset", "task"), PRESETS)
+def test_presets_learn_tasks_they_were_not_tuned_on(preset: str, task: str, tmp_path: Path):
+    """The better of the last two evaluations of 5 (TD-MPC2) or 8 episodes."""
+    steps, least = PRESETS[preset, task]
+    words = [
+        f"training.total_timesteps={steps}",
+        "environment.workers=0",
+        "training.evaluate.every_env_steps=1000",
+    ]
+    run = rl_lab.train(preset, [*words, *QUIET, f"run_dir={tmp_path / 'run'}"], env=task)
+    returns = list(returns_by_step(run.path).values())
+    assert max(returns[-2:]) >= least, returns
+
+
 @pytest.mark.learning
 def test_pretrained_world_model_starts_ahead(tmp_path: Path):
     """After 1,000 steps on Catch: trained first on a random policy's episodes above 1.5, without below 0."""

@@ -2,12 +2,14 @@
 
     python scripts/dev/train_seeds.py CHECKOUT docs/results/catch_now.json iris_catch delta_iris_catch --seeds 0 1 2
     python scripts/dev/train_seeds.py . docs/results/steady.json dreamer_cartpole_steady --dream
+    python scripts/dev/train_seeds.py . docs/results/gym.json dreamer_gym --words environment.task=Acrobot-v1
 
 One run at a time, each in a process of its own that imports the package from CHECKOUT. After each run the JSON is
 written anew, and runs that it already has from the same commit are not repeated. It holds the evaluations during
 training, the evaluation of the best checkpoint on 40 new episodes and the CPU time, which other work on the machine
 changes little. --dream: also what `rl-lab report --dream` measures on episodes of the agent, with its last weights: the
-mean squared error of dreamed observations over 30 steps, and that of repeating the last observation.
+mean squared error of dreamed observations over 30 steps, and that of repeating the last observation. --words: further
+words of the training command, kept in the row; one file may have rows of several tasks.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("experiments", nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--dream", action="store_true")
+    parser.add_argument("--words", nargs="+", default=[])
     args = parser.parse_args()
     commit = git(args.checkout, "rev-parse", "HEAD") + (
         "-dirty" if git(args.checkout, "diff", "HEAD") else ""
@@ -49,27 +52,29 @@ def main() -> None:
         "commit": commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
-        "command": "rl-lab train +experiment=EXPERIMENT experiment.seed=SEED " + " ".join(QUIET),
+        "command": "rl-lab train +experiment=EXPERIMENT experiment.seed=SEED "
+        + " ".join((*QUIET, "[WORDS]")),
         "evaluation": "rl-lab eval RUN " + " ".join(EVALUATION),
         "rows": [],
     }
     if args.json.exists() and (old := json.loads(args.json.read_text()))["commit"] == commit:
         result = old
-    done = {(row["name"], row["seed"]) for row in result["rows"]}
+    done = {(row["name"], row["seed"], tuple(row.get("words", []))) for row in result["rows"]}
     for seed in args.seeds:  # all experiments on the first seed, then on the second: an early end is even
         for name in args.experiments:
-            if (name, seed) not in done:
-                result["rows"].append(one_run(args.checkout, name, seed, dream=args.dream))
+            if (name, seed, tuple(args.words)) not in done:
+                result["rows"].append(one_run(args.checkout, name, seed, args.words, dream=args.dream))
                 write_json_atomic(args.json, result)
                 print(json.dumps(result["rows"][-1]), flush=True)
 
 
-def one_run(checkout: Path, name: str, seed: int, *, dream: bool) -> dict[str, Any]:
+def one_run(checkout: Path, name: str, seed: int, words: list[str], *, dream: bool) -> dict[str, Any]:
     """Train and evaluate; returns the curve of returns, the final evaluation and the CPU time."""
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-        call(checkout, ["train", f"+experiment={name}", f"experiment.seed={seed}", *QUIET, f"run_dir={run}"])
+        seeded = [f"+experiment={name}", f"experiment.seed={seed}"]
+        call(checkout, ["train", *seeded, *QUIET, *words, f"run_dir={run}"])
         after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began
         call(checkout, ["eval", str(run), *EVALUATION, "--json", str(run / "final.json")])
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -84,6 +89,7 @@ def one_run(checkout: Path, name: str, seed: int, *, dream: bool) -> dict[str, A
     return {
         "name": name,
         "seed": seed,
+        **({"words": words} if words else {}),
         "best_return_mean": final["return_mean"],
         "best_return_std": final["return_std"],
         "evaluations": curve,
