@@ -167,7 +167,7 @@ class Collection:
         rows = self.collector.step(self.policy, self.mode).trajectory
         assert rows is not None
         arrays = {
-            name: np.array(value.cpu() if isinstance(value, torch.Tensor) else value)
+            name: np.array(value.cpu().numpy() if isinstance(value, torch.Tensor) else value)
             for name, value in rows.items()
             if name.startswith(OBS_PREFIX) or name in ("action", "reward", "terminated", "truncated")
         }
