@@ -6,7 +6,7 @@
 
 One run at a time, each in a process of its own that imports the package from CHECKOUT. After each run the JSON is
 written anew, and runs that it already has from the same commit are not repeated. It holds the evaluations during
-training, the evaluation of the best checkpoint on 40 new episodes and the CPU time, which other work on the machine
+training, the evaluation of the best checkpoint on 40 new episodes (--episodes) and the CPU time, which other work on the machine
 changes little. --dream: also what `rl-lab report --dream` measures on episodes of the agent, with its last weights: the
 mean squared error of dreamed observations over 30 steps, and that of repeating the last observation. --words: further
 words of the training command, kept in the row; one file may have rows of several tasks.
@@ -30,7 +30,7 @@ from rl_lab.tools.doctor import describe_machine
 from rl_lab.utils.files import write_json_atomic
 
 QUIET = ("logging.progress=off", "logging.tensorboard=false", "environment.workers=0")
-EVALUATION = ("--checkpoint", "best", "--episodes", "40", "--seed", "1", "--no-video")
+EVALUATION = ("--checkpoint", "best", "--seed", "1", "--no-video", "--episodes")
 
 
 def main() -> None:
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--dream", action="store_true")
     parser.add_argument("--words", nargs="+", default=[])
+    parser.add_argument("--episodes", type=int, default=40)
     args = parser.parse_args()
     commit = git(args.checkout, "rev-parse", "HEAD") + (
         "-dirty" if git(args.checkout, "diff", "HEAD") else ""
@@ -54,7 +55,7 @@ def main() -> None:
         "machine": describe_machine(),
         "command": "rl-lab train +experiment=EXPERIMENT experiment.seed=SEED "
         + " ".join((*QUIET, "[WORDS]")),
-        "evaluation": "rl-lab eval RUN " + " ".join(EVALUATION),
+        "evaluation": "rl-lab eval RUN " + " ".join((*EVALUATION, str(args.episodes))),
         "rows": [],
     }
     if args.json.exists() and (old := json.loads(args.json.read_text()))["commit"] == commit:
@@ -63,20 +64,21 @@ def main() -> None:
     for seed in args.seeds:  # all experiments on the first seed, then on the second: an early end is even
         for name in args.experiments:
             if (name, seed, tuple(args.words)) not in done:
-                result["rows"].append(one_run(args.checkout, name, seed, args.words, dream=args.dream))
+                result["rows"].append(one_run(args, name, seed))
                 write_json_atomic(args.json, result)
                 print(json.dumps(result["rows"][-1]), flush=True)
 
 
-def one_run(checkout: Path, name: str, seed: int, words: list[str], *, dream: bool) -> dict[str, Any]:
+def one_run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
     """Train and evaluate; returns the curve of returns, the final evaluation and the CPU time."""
+    checkout, words = args.checkout, args.words
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         seeded = [f"+experiment={name}", f"experiment.seed={seed}"]
         call(checkout, ["train", *seeded, *QUIET, *words, f"run_dir={run}"])
         after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began
-        call(checkout, ["eval", str(run), *EVALUATION, "--json", str(run / "final.json")])
+        call(checkout, ["eval", str(run), *EVALUATION, str(args.episodes), "--json", str(run / "final.json")])
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         curve = [
             [line["step"], line["eval/return_mean"]]
@@ -84,7 +86,7 @@ def one_run(checkout: Path, name: str, seed: int, words: list[str], *, dream: bo
             if line.get("eval/return_mean") is not None
         ]
         final = json.loads((run / "final.json").read_text())
-        dreamed = dream_errors(checkout, run) if dream else {}
+        dreamed = dream_errors(checkout, run) if args.dream else {}
     cpu = (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
     return {
         "name": name,
