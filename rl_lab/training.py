@@ -18,6 +18,7 @@ from rl_lab.config.checks import check_config
 from rl_lab.config.compose import (
     change_key,
     compose_config,
+    known_choices,
     name_by_task,
     resolve_config,
     select,
@@ -36,6 +37,7 @@ from rl_lab.errors import (
     RunLockedError,
     one_line,
     one_line_errors,
+    require_choice,
     unexpected,
 )
 from rl_lab.orchestration.run_log import STOP_WHEN
@@ -110,6 +112,7 @@ def train(
     experiment: str | None = None,
     overrides: Overrides = (),
     *,
+    debug: str | None = None,
     env: Any = None,
     callbacks: Sequence[Any] = (),
     config_dirs: Sequence[Path | str] = (),
@@ -117,16 +120,21 @@ def train(
 ) -> RunResult:
     """Train an experiment by name.
 
+    rl_lab.train("dreamer_cartpole", debug="tiny")
     rl_lab.train("dreamer_cartpole", ["training.total_timesteps=2000", "experiment.seed=1"])
     rl_lab.train("dreamer_gym", {"training.total_timesteps": 20000}, env=MyEnv)
 
     overrides: words of the command line, as a list or one string, or a dict of keys and values
+    debug:     "tiny": the smallest network and 100 steps, to see in seconds that everything runs; the word debug=tiny
     env:       the environment: a class, a function that creates one, a Gymnasium id or an import path. A class of a
                notebook or of the running script is sent to worker processes by value; a later `resume` or `evaluate`
                in another program has to pass it again.
     callbacks: objects with methods of `rl_lab.Callback`, called during training; `resume` has to get them again
     """
     items = override_words(overrides)
+    if debug is not None:
+        require_choice("debug", debug, known_choices("debug", config_dirs))
+        items = list(dict.fromkeys([f"debug={debug}", *items]))
     if env is not None:
         items = [*environment_words(env), *items]
     if experiment or env is not None:

@@ -39,6 +39,16 @@ def test_overrides_are_words_a_string_or_a_dict():
         override_words({"a": {1}})
 
 
+def test_debug_is_the_word_of_that_name(tmp_path):
+    words = ["debug=tiny", "logging.tensorboard=false", f"run_dir={tmp_path / 'run'}"]
+    run = rl_lab.train("dreamer_cartpole", words, debug="tiny", say=lambda text: None)  # said twice: no harm
+    config = RunFolder(run.path).load_config()
+    assert config.training.total_timesteps == 100 and config.environment.time_limit == 20
+    for wrong in ("tony", True, ""):
+        with pytest.raises(ConfigError, match=rf"^debug is '{wrong}'\..* Known: tiny\.$"):
+            rl_lab.train("dreamer_cartpole", debug=wrong)
+
+
 @pytest.mark.parametrize("env", [Switch, lambda: Switch()])
 def test_train_with_an_environment(env, tmp_path):
     run = rl_lab.train(overrides=[*TINY, f"run_dir={tmp_path / 'run'}"], env=env, say=lambda text: None)
