@@ -293,7 +293,9 @@ def _save_videos(
     with WorkProgress("recording videos", len(logged)) as progress:
         for name, episode in logged.items():
             video = replay_episode(factory, agent.spec.name, episode, seed=evaluation.seed)
-            files[f"{name} episode"] = str(save_episode_video(run, name, agent.step, video))
+            title = f"{name} of {len(evaluation.episodes)}: episode {episode.index}"
+            frames = with_header(video, title, agent.step)
+            files[f"{name} episode"] = str(save_episode_video(run, name, agent.step, frames, video.fps))
             if abs(video.episode_return - episode.episode_return) > 1e-3 * max(
                 1.0, abs(episode.episode_return)
             ):
@@ -406,6 +408,7 @@ class LoggedEpisode:
     number: int  # index of the episode in that environment
     actions: np.ndarray  # (steps, …)
     episode_return: float = 0.0
+    index: int = 0  # its number in the results
 
 
 class ActionLog:
@@ -433,7 +436,7 @@ class ActionLog:
     def episode(self, index: int, num_envs: int, episode_return: float = 0.0) -> LoggedEpisode:
         """Return episode `index` of an evaluation; environment i runs the episodes i, i+n, …"""
         number, env = divmod(index, num_envs)
-        return LoggedEpisode(env, number, self._closed[env, number], episode_return)
+        return LoggedEpisode(env, number, self._closed[env, number], episode_return, index)
 
 
 @dataclass(frozen=True)
@@ -441,6 +444,7 @@ class EpisodeVideo:
     """Frames of a replayed episode."""
 
     frames: np.ndarray  # (T, H, W, 3) uint8
+    rewards: np.ndarray  # (T,), of the step that led to each frame; nan for the first frame
     episode_return: float
     complete: bool  # whether it shows the complete episode
     fps: float  # render_fps of the environment
@@ -465,16 +469,16 @@ def replay_episode(
     from rl_lab.environments.env_runner import episode_seed
 
     frames: list[np.ndarray] = []
+    rewards = [float("nan")]
     renderer = _Renderer(name)
     env: gymnasium.Env | None = None
     try:
         env = factory(True)
         obs, _ = env.reset(seed=episode_seed(seed, episode.env, episode.number))
         frames.append(renderer.frame(env, obs))
-        total = 0.0
         for action in episode.actions:
             obs, reward, *_ = env.step(action)
-            total += float(reward)
+            rewards.append(float(reward))
             if len(frames) < MOST_FRAMES:
                 frames.append(renderer.frame(env, obs))
         fps = float(env.metadata.get("render_fps") or 30)
@@ -486,7 +490,8 @@ def replay_episode(
         if env is not None:
             with contextlib.suppress(Exception, SystemExit):  # the frames, or the error, are known already
                 env.close()
-    return EpisodeVideo(np.stack(frames), total, len(frames) == len(episode.actions) + 1, fps)
+    shown = np.array(rewards[: len(frames)])
+    return EpisodeVideo(np.stack(frames), shown, sum(rewards[1:]), len(frames) == len(rewards), fps)
 
 
 class _Renderer:
@@ -512,10 +517,35 @@ class _Renderer:
         raise LabError(f"{self._name} renders no frames on this machine and has no image observation")
 
 
-def save_episode_video(run: Path, name: str, step: int, video: EpisodeVideo) -> Path:
+def with_header(video: EpisodeVideo, title: str, step: int) -> np.ndarray:
+    """Return the frames under a header, (T, H, W, 3) uint8; small frames are enlarged.
+
+    The header has the step of the episode, reward, return, and the step of the agent's checkpoint.
+    """
+    from rl_lab.tools.play.frame import Panel, compose
+    from rl_lab.tools.play.frame import number as fixed
+
+    returns = np.nan_to_num(video.rewards).cumsum()
+
+    def image(index: int) -> np.ndarray:
+        header = {
+            "step": str(index),
+            "reward": fixed(float(video.rewards[index])),
+            "return": fixed(float(returns[index])),
+            "checkpoint": f"{step:,}",
+        }
+        return compose([Panel(title, video.frames[index])], list(header.items()), above=True)
+
+    shown = np.empty((len(video.frames), *image(0).shape), np.uint8)
+    for index in range(len(shown)):
+        shown[index] = image(index)
+    return shown
+
+
+def save_episode_video(run: Path, name: str, step: int, frames: np.ndarray, fps: float) -> Path:
     """Write media/episodes/test/eval_<name>_<step>.mp4, or .gif if mp4 is not possible."""
     target = run / "media" / "episodes" / "test" / f"eval_{name}_{step:09d}"
-    return save_video(target, video.frames, fps=video.fps)
+    return save_video(target, frames, fps=fps)
 
 
 def _reduced(frame: np.ndarray) -> np.ndarray:

@@ -100,7 +100,9 @@ def _save_mp4(target: Path, frames: np.ndarray, fps: float) -> Path:
     if target.parent in _hung:  # once is enough: every further video would wait as long
         raise RuntimeError("ffmpeg did not end before")
     odd = [(0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)]
-    frames = np.ascontiguousarray(np.pad(frames, odd, mode="edge"))  # the pixel format needs even sides
+    if np.any(odd):  # the pixel format needs even sides
+        frames = np.pad(frames, odd, mode="edge")
+    frames = np.ascontiguousarray(frames)
     make_folder(target.parent)
     temporary = target.with_name(f".{target.name}.tmp")
     command = [

@@ -19,6 +19,7 @@ from rl_lab.records import Episode
 from rl_lab.tools.evaluate import (
     MOST_FRAMES,
     ActionLog,
+    EpisodeVideo,
     LoggedEpisode,
     choose,
     episode_lines,
@@ -26,6 +27,7 @@ from rl_lab.tools.evaluate import (
     parse_changes,
     replay_episode,
     summary,
+    with_header,
 )
 from rl_lab.tools.published import Task
 
@@ -164,6 +166,26 @@ def test_replayed_episode_is_identical():
     assert video.episode_return == again.episode_return and video.complete and video.fps == 10
     np.testing.assert_array_equal(video.frames, again.frames)
     assert video.frames.shape == (4, 32, 32, 3)
+    assert np.isnan(video.rewards[0]) and video.rewards[1:].sum() == video.episode_return
+
+
+@pytest.mark.parametrize(("size", "factor"), [((8, 8), 40), ((64, 16), 5), ((210, 160), 1), ((200, 300), 1)])
+def test_videos_have_a_header_above_the_picture(size: tuple[int, int], factor: int):
+    frames = np.random.default_rng(0).integers(0, 256, (3, *size, 3), np.uint8)
+    video = EpisodeVideo(frames, np.array([np.nan, 1.0, -0.5]), 0.5, True, 10.0)
+    shown = with_header(video, "best of 20: episode 7", 12002)
+    height, width = size[0] * factor, size[1] * factor
+    assert shown.shape[2] >= 320 and shown.shape[1] % 2 == shown.shape[2] % 2 == 0
+    top, left = shown.shape[1] - height - 8, (shown.shape[2] - width) // 2
+    pictures = shown[:, top : top + height, left : left + width]
+    np.testing.assert_array_equal(pictures[:, ::factor, ::factor], frames)
+    header = shown[:, : top - 24]  # without the title
+    ink = (header != header[0, 0, 0]).any(-1)
+    for number, (first, last) in enumerate(zip(range(0, 328, 82), range(82, 410, 82))):
+        field = ink[:, :, first:last]
+        assert field.any((1, 2)).all(), "every field has a name and a value"
+        changes = [(field[0] != field[1]).any(), (field[1] != field[2]).any()]
+        assert changes == [number < 3] * 2, "step, reward and return change, the checkpoint does not"
 
 
 def test_unrendered_environment_uses_image_observation(monkeypatch):

@@ -66,6 +66,7 @@ class Source(Protocol):
 UNKNOWN = "–"
 HEIGHT = 320  # of a panel in a video; smaller images are enlarged by integer factors up to it
 FIELD = 80, 36  # smallest width and height of a field of the header, in pixels
+SIDE_BY_SIDE = 4  # fields in one line below the narrowest image
 BARS = 24  # longest vector drawn as bars; longer ones are drawn as a grid of cells
 GROUND, INK, DIM, TICK = (13, 17, 23), (230, 237, 243), (125, 133, 144), (38, 46, 58)
 PLAIN = str.maketrans(
@@ -172,24 +173,32 @@ def difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return absolute.astype(np.uint8)
 
 
-def compose(panels: Sequence[Panel], header: Sequence[tuple[str, str]] = ()) -> np.ndarray:
-    """Return (H, W, 3) uint8 with even sides: panels with titles side by side, header fields below them."""
+def compose(
+    panels: Sequence[Panel], header: Sequence[tuple[str, str]] = (), *, above: bool = False
+) -> np.ndarray:
+    """Return (H, W, 3) uint8 with even sides: panels with titles side by side, header fields below them.
+
+    above: the header is above the panels, where a player's controls do not cover it
+    """
     shown = [(panel.title, enlarged(panel.image)) for panel in panels]
     gap, title = 8, 24
-    width = sum(image.shape[1] for _, image in shown) + gap * (len(shown) + 1)
+    used = sum(image.shape[1] for _, image in shown) + gap * (len(shown) + 1)
+    # A narrow image gets margins, so that some fields fit side by side; the others continue in further lines.
+    width = max(used, gap + FIELD[0] * min(len(header), SIDE_BY_SIDE))
     height = max(image.shape[0] for _, image in shown) + title + gap
-    # Fields that do not fit side by side continue in further lines.
     columns = max(1, min(len(header), (width - gap) // FIELD[0]))
-    bottom = 8 + FIELD[1] * -(-len(header) // columns) if header else 0
-    canvas, draw = _canvas(width + width % 2, height + bottom + (height + bottom) % 2)
-    left = gap
+    fields = 8 + FIELD[1] * -(-len(header) // columns) if header else 0
+    canvas, draw = _canvas(width + width % 2, height + fields + (height + fields) % 2)
+    left, top = gap + (width - used) // 2, fields if above else 0
     for text, image in shown:
-        draw.text((left, title // 2), text.translate(PLAIN), fill=DIM, font=_font(13), anchor="lm")
-        canvas.paste(_image(image), (left, title))
+        x = left if len(shown) > 1 else gap  # one title may be as long as the header
+        draw.text((x, top + title // 2), text.translate(PLAIN), fill=DIM, font=_font(13), anchor="lm")
+        canvas.paste(_image(image), (left, top + title))
         left += image.shape[1] + gap
     for index, (name, value) in enumerate(header):
         line, column = divmod(index, columns)
-        x, y = gap + column * (width - gap) // columns, height + 8 + line * FIELD[1]
+        x = gap + column * (width - gap) // columns
+        y = 8 + line * FIELD[1] + (0 if above else height)
         space = (width - gap) // columns - gap
         draw.text((x, y), _shortened(name, _font(11), space), fill=DIM, font=_font(11))
         draw.text((x, y + 14), _shortened(value, _font(14), space), fill=INK, font=_font(14))
