@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_lab.tools.dream_report.errors import Curve, Prediction, worst_segments
-from rl_lab.tools.report.figures import DASHED, INK, SOFT, color_of, figure_file, name_legend
+from rl_lab.tools.report.figures import DASHED, INK, SOFT, Form, color_of, forms, name_legend
 from rl_lab.tools.report.page import Page, Section, Table, write_page
 from rl_lab.tools.terminal import NONE
 from rl_lab.utils.files import write_atomic, write_json_atomic
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # --- Figure: errors over the horizon on top, the worst predictions as frame strips below ---
 
 FRAMES = 11  # columns of a strip: the last context frame and ten predicted frames
+NARROW_FRAMES = 5  # of the picture for a phone
 UNITS = {"psnr": "dB"}
 BETTER = {"psnr": "↑", "ssim": "↑", "accuracy": "↑"}
 PANEL_COLUMNS = 3
@@ -59,27 +60,30 @@ def draw_overview(
     """Draw one panel per metric, then one strip of frames per entry of `strips`."""
     metrics = [name for name in baseline if any(name in curves for curves in found.values())]
     named = color_of(list(found))
-    rows = -(-len(metrics) // PANEL_COLUMNS)
-    heights = [PANEL_HEIGHT * rows + 0.4, *[_strip_height(predictions, segments)] * len(strips)]
-    with figure_file(path, WIDTH, sum(heights)) as figure:
-        top, *below = _parts(figure, heights)
-        grid = np.atleast_1d(top.subplots(rows, PANEL_COLUMNS)).ravel()
-        for axes, metric in zip(grid, metrics):
-            own = {name: curves[metric] for name, curves in found.items() if metric in curves}
-            _draw_metric(axes, metric, own, baseline[metric], named)
-        for axes in grid[len(metrics) :]:
-            axes.set_visible(False)
-        name_legend(top, {**named, BASELINE: SOFT}, dashed=[BASELINE])
-        _draw_strips(below, predictions, segments, strips)
+    for form in forms(path):
+        columns = form.columns(PANEL_COLUMNS)
+        rows = -(-len(metrics) // columns)
+        heights = [PANEL_HEIGHT * rows + 0.4, *[_strip_height(predictions, segments, form)] * len(strips)]
+        with form.figure(WIDTH, sum(heights)) as figure:
+            top, *below = _parts(figure, heights)
+            grid = np.atleast_1d(top.subplots(rows, columns)).ravel()
+            for axes, metric in zip(grid, metrics):
+                own = {name: curves[metric] for name, curves in found.items() if metric in curves}
+                _draw_metric(axes, metric, own, baseline[metric], named)
+            for axes in grid[len(metrics) :]:
+                axes.set_visible(False)
+            name_legend(top, {**named, BASELINE: SOFT}, dashed=[BASELINE])
+            _draw_strips(below, predictions, segments, strips, form)
 
 
 def draw_strips(
     predictions: Mapping[str, Prediction], segments: Segments, strips: Sequence[Strip], path: Path
 ) -> None:
     """Draw only the strips."""
-    height = _strip_height(predictions, segments)
-    with figure_file(path, WIDTH, height * len(strips)) as figure:
-        _draw_strips(_parts(figure, [height] * len(strips)), predictions, segments, strips)
+    for form in forms(path):
+        height = _strip_height(predictions, segments, form)
+        with form.figure(WIDTH, height * len(strips)) as figure:
+            _draw_strips(_parts(figure, [height] * len(strips)), predictions, segments, strips, form)
 
 
 def _parts(figure: Figure, heights: Sequence[float]) -> list[Any]:
@@ -88,24 +92,31 @@ def _parts(figure: Figure, heights: Sequence[float]) -> list[Any]:
     return list(np.atleast_1d(found))
 
 
-def _strip_height(predictions: Mapping[str, Prediction], segments: Segments) -> float:
+def _strip_height(predictions: Mapping[str, Prediction], segments: Segments, form: Form) -> float:
     key = image_key(segments, predictions)
     if not key:
-        return 1.75
+        return 3.4 if form.narrow else 1.75
     height, width = segments.obs[key].shape[-2:]
-    return 0.5 + 0.78 * min(2.0, height / width) * (len(predictions) + 1)
+    title, frame = (0.7, 0.55) if form.narrow else (0.5, 0.78)
+    return title + frame * min(2.0, height / width) * (len(predictions) + 1)
 
 
 def _draw_strips(
-    parts: Sequence[Any], predictions: Mapping[str, Prediction], segments: Segments, strips: Sequence[Strip]
+    parts: Sequence[Any],
+    predictions: Mapping[str, Prediction],
+    segments: Segments,
+    strips: Sequence[Strip],
+    form: Form,
 ) -> None:
     key = image_key(segments, predictions)
     named = color_of(list(predictions))
     for part, strip in zip(parts, strips):
         if key:
-            _draw_strip(part, key, predictions, segments, strip, named)
+            _draw_strip(part, key, predictions, segments, strip, named, form)
         else:
-            _draw_lines(part, predictions, segments, strip, named)
+            _draw_lines(part, predictions, segments, strip, named, form)
+        title = textwrap.fill(strip.title, 48) if form.narrow else strip.title
+        part.suptitle(title, x=0.01, ha="left", fontsize=9, color=INK)
 
 
 def image_key(segments: Segments, predictions: Mapping[str, Prediction]) -> str:
@@ -154,18 +165,20 @@ def _draw_strip(
     segments: Segments,
     strip: Strip,
     named: Mapping[str, str],
+    form: Form,
 ) -> None:
     """Draw rows: ground truth, then each model; columns: the last context frame, then predicted frames."""
     index = strip.segment
     valid = int(segments.mask[index].sum())
-    steps = np.unique(np.linspace(0, valid - 1, FRAMES - 1).round().astype(int))
+    count = NARROW_FRAMES if form.narrow else FRAMES
+    steps = np.unique(np.linspace(0, valid - 1, count - 1).round().astype(int))
     last = segments.context.obs[key][index, -1].numpy()
     videos = {TRUTH: segments.obs[key][index].numpy()}
     videos |= {name: own.obs[key][index] for name, own in predictions.items() if key in own.obs}
     height, width = last.shape[-2:]
     gap = max(1, width // 16)
     # One image of all frames: the layout of one axes per frame would take matplotlib seconds.
-    sheet = np.full((len(videos) * (height + gap) - gap, FRAMES * (width + gap) - gap, 3), 255, np.uint8)
+    sheet = np.full((len(videos) * (height + gap) - gap, count * (width + gap) - gap, 3), 255, np.uint8)
     axes = part.subplots(1, 1)
     for row, (name, frames) in enumerate(videos.items()):
         images = to_frames(np.concatenate([last[None], frames[steps]]), key)
@@ -173,7 +186,7 @@ def _draw_strip(
         for column in range(1 if row else 0, len(images)):
             left = column * (width + gap)
             sheet[top : top + height, left : left + width] = images[column]
-        words = "\n".join(textwrap.wrap(name, 20)[:4])
+        words = "\n".join(textwrap.wrap(name, 14 if form.narrow else 20)[:4])
         ink = named.get(name, INK)
         axes.text(-gap, top + height / 2, words, fontsize=7, ha="right", va="center", color=ink)
     for column, words in enumerate(["context", *(f"+{step + 1}" for step in steps)]):
@@ -182,7 +195,6 @@ def _draw_strip(
         )
     axes.imshow(sheet, interpolation="nearest")
     axes.set_axis_off()
-    part.suptitle(strip.title, x=0.01, ha="left", fontsize=9, color=INK)
 
 
 def _draw_lines(
@@ -191,6 +203,7 @@ def _draw_lines(
     segments: Segments,
     strip: Strip,
     named: Mapping[str, str],
+    form: Form,
 ) -> None:
     """Plot the vector components with the largest variation, true and predicted, if there are no images."""
     keys = [
@@ -199,7 +212,6 @@ def _draw_lines(
     index = strip.segment
     valid = int(segments.mask[index].sum())
     steps = np.arange(1, valid + 1)
-    part.suptitle(strip.title, x=0.01, ha="left", fontsize=9, color=INK)
     if not keys:  # no decoder: only rewards can be compared
         axes = part.subplots(1, 1)
         axes.plot(steps, segments.reward[index, :valid], color=INK, linewidth=1.4)
@@ -211,7 +223,7 @@ def _draw_lines(
     key = keys[0]
     truth = segments.obs[key][index, :valid].numpy().reshape(valid, -1)
     parts = np.argsort(-truth.std(0), kind="stable")[:LINES]
-    grid = np.atleast_1d(part.subplots(1, LINES))
+    grid = np.ravel(part.subplots(*((2, LINES // 2) if form.narrow else (1, LINES))))
     for axes, column in zip(grid, parts):
         axes.plot(steps, truth[:, column], color=INK, linewidth=1.4)
         for name, prediction in predictions.items():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_lab.tools.report.curves import Curve, combine, smooth, smoothing_window
+from rl_lab.utils.media import png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette (2008), which is safe for colour-blind readers, darkest first.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5A5A5A")
 DPI = 144
+NARROW = 3.8  # inches: the width of a figure that a phone shows
 INK, SOFT = "#24292e", "#6a7077"
 DASHED = (0, (3, 1.5))
 LOG_RANGE = 1e3  # a positive metric with a larger range is drawn on a logarithmic axis
@@ -55,13 +58,45 @@ _STYLE: dict[Any, Any] = {
 def figure_file(path: Path, width: float, height: float) -> Iterator[Figure]:
     """Create a figure of `width` × `height` inches; the context writes it to `path` as PNG on exit."""
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+        figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
         yield figure
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()  # `savefig` would draw twice
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI, format="png")
+        path.write_bytes(png(np.asarray(canvas.buffer_rgba())[..., :3]))
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of the two pictures of a figure: for a page, or for a phone, with its panels in one column."""
+
+    path: Path
+    narrow: bool = False
+
+    def figure(self, width: float, height: float) -> AbstractContextManager[Figure]:
+        """Return `figure_file` of this picture; `width` is that of the wide one."""
+        return figure_file(self.path, NARROW if self.narrow else width, height)
+
+    def columns(self, wide: int) -> int:
+        return 1 if self.narrow else wide
+
+    def cut(self, text: str, length: int) -> str:
+        """Return `cut` of a text; `length` is that of the wide picture."""
+        return cut(text, min(length, 36) if self.narrow else length)
+
+
+def forms(path: Path) -> tuple[Form, Form]:
+    """Return the two pictures of a figure, which are drawn one after the other."""
+    return Form(path), Form(narrow_file(path), narrow=True)
+
+
+def narrow_file(path: Path) -> Path:
+    """Return the file of a figure's picture for a phone."""
+    return path.parent / "narrow" / path.name
 
 
 def colors() -> Iterator[str]:
@@ -117,8 +152,8 @@ def name_legend(
 
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], place: Any) -> None:
     """Add a legend with as many columns as fit: one wider than the figure would squeeze the axes."""
-    labels = [cut(label, 100) for label in labels]
     letters = 14 * figure.bbox.width / figure.figure.dpi  # that fit in one line at this font size
+    labels = [cut(label, min(100, int(letters) - 8)) for label in labels]
     columns = max(1, int(letters // (max(map(len, labels), default=1) + 8)))
     figure.legend(handles, labels, loc=place, ncols=min(columns, len(labels)), fontsize=8)
 
@@ -133,31 +168,32 @@ def draw_learning_curve(runs: Sequence[RunData], path: Path) -> bool:
     named = color_of(
         list(groups_of(runs)) if len(tasks) == 1 else list(dict.fromkeys(r.method for r in runs))
     )
-    if len(tasks) == 1:
-        with figure_file(path, 9.0, 4.2) as figure:
-            axes = figure.add_subplot()
-            drawn = _draw_task(axes, runs, named)
-            axes.set_xlabel("environment steps (agent decisions)")
-            axes.set_ylabel("episode return")
-            axes.set_title(cut(tasks[0], 60), loc="left")
-            if drawn:
-                _learning_legend(figure, axes, runs, named)
-        return drawn
-    columns = 2 if len(tasks) == 4 else min(3, len(tasks))
-    rows = math.ceil(len(tasks) / columns)
-    with figure_file(path, 9.0, 2.5 * rows + 0.6) as figure:
-        grid = np.atleast_1d(figure.subplots(rows, columns)).ravel()
-        found = []
-        for axes, task in zip(grid, tasks):
-            found.append(_draw_task(axes, [run for run in runs if run.task.full_name == task], named))
-            axes.set_title(cut(task, 40), loc="left")
-            axes.tick_params(labelsize=7)
-            step_axis(axes, ticks=4)
-        for axes in grid[len(tasks) :]:
-            axes.set_visible(False)
-        figure.supxlabel("environment steps (agent decisions)", fontsize=9, color="#4a4f55")
-        figure.supylabel("episode return", fontsize=9, color="#4a4f55")
-        name_legend(figure, named)
+    found = []
+    for form in forms(path):
+        if len(tasks) == 1:
+            with form.figure(9.0, 4.2) as figure:
+                axes = figure.add_subplot()
+                found.append(_draw_task(axes, runs, named))
+                axes.set_xlabel("environment steps (agent decisions)")
+                axes.set_ylabel("episode return")
+                axes.set_title(form.cut(tasks[0], 60), loc="left")
+                if found[-1]:
+                    _learning_legend(figure, axes, runs, named)
+            continue
+        columns = form.columns(2 if len(tasks) == 4 else min(3, len(tasks)))
+        rows = math.ceil(len(tasks) / columns)
+        with form.figure(9.0, 2.5 * rows + 0.6) as figure:
+            grid = np.atleast_1d(figure.subplots(rows, columns)).ravel()
+            for axes, task in zip(grid, tasks):
+                found.append(_draw_task(axes, [run for run in runs if run.task.full_name == task], named))
+                axes.set_title(form.cut(task, 40), loc="left")
+                axes.tick_params(labelsize=7)
+                step_axis(axes, ticks=4)
+            for axes in grid[len(tasks) :]:
+                axes.set_visible(False)
+            figure.supxlabel("environment steps (agent decisions)", fontsize=9, color="#4a4f55")
+            figure.supylabel("episode return", fontsize=9, color="#4a4f55")
+            name_legend(figure, named)
     return any(found)
 
 
@@ -274,29 +310,42 @@ def draw_small_multiples(
 ) -> list[str]:
     """Plot one small panel per metric, titled without its prefix; returns the plotted keys."""
     keys = keys[:MOST_PANELS]
-    columns = 4  # also for fewer keys, so that panels have one size on the page
-    rows = math.ceil(len(keys) / columns)
     groups = groups_of(runs)
     named = color_of(list(groups))
-    with figure_file(path, 2.6 * columns + 0.2, 1.75 * rows + (0.35 if len(groups) > 1 else 0.1)) as figure:
-        grid = np.atleast_1d(figure.subplots(rows, columns)).ravel()
-        for axes, key in zip(grid, keys):
-            drawn = []
-            for group, members in groups.items():
-                curves = [run.metrics.curve(key).finite() for run in members]
-                drawn += [curve.y for curve in curves if len(curve)]
-                if len(members) == 1:
-                    axes.plot(curves[0].x, curves[0].y, color=named[group], alpha=0.25, linewidth=0.7)
-                draw_seeds(axes, [smoothed(curve) for curve in curves], named[group], faint=False, label=None)
-            axes.set_title(cut(key, 34) if full_names else panel_title(key), loc="left", fontsize=8)
-            axes.tick_params(labelsize=7)
-            value_axis(axes, drawn)
-            step_axis(axes, ticks=3)
-        for axes in grid[len(keys) :]:
-            axes.set_visible(False)
-        if len(groups) > 1:
-            name_legend(figure, named)
+    for form in forms(path):
+        columns = form.columns(4)  # also for fewer keys, so that panels have one size on the page
+        rows = math.ceil(len(keys) / columns)
+        names = 0.1 if len(groups) == 1 else 0.17 * len(groups) if form.narrow else 0.35
+        with form.figure(2.6 * columns + 0.2, 1.75 * rows + names) as figure:
+            _draw_panels(figure, (rows, columns), keys, groups, named, full_names)
     return list(keys)
+
+
+def _draw_panels(
+    figure: Figure,
+    shape: tuple[int, int],
+    keys: Sequence[str],
+    groups: Mapping[str, Sequence[RunData]],
+    named: dict[str, str],
+    full_names: bool,
+) -> None:
+    grid = np.atleast_1d(figure.subplots(*shape)).ravel()
+    for axes, key in zip(grid, keys):
+        drawn = []
+        for group, members in groups.items():
+            curves = [run.metrics.curve(key).finite() for run in members]
+            drawn += [curve.y for curve in curves if len(curve)]
+            if len(members) == 1:
+                axes.plot(curves[0].x, curves[0].y, color=named[group], alpha=0.25, linewidth=0.7)
+            draw_seeds(axes, [smoothed(curve) for curve in curves], named[group], faint=False, label=None)
+        axes.set_title(cut(key, 34) if full_names else panel_title(key), loc="left", fontsize=8)
+        axes.tick_params(labelsize=7)
+        value_axis(axes, drawn)
+        step_axis(axes, ticks=3)
+    for axes in grid[len(keys) :]:
+        axes.set_visible(False)
+    if len(groups) > 1:
+        name_legend(figure, named)
 
 
 def has_returns(run: RunData) -> bool:
@@ -331,22 +380,37 @@ def draw_time(runs: Sequence[RunData], path: Path) -> bool:
     timed = [run for run in runs if len(run.metrics.curve("time/env_steps_per_second").finite())]
     if not timed and not any(shares.values()):
         return False
-    with figure_file(path, 9.0, max(2.6, 1.2 + 0.55 * len(groups))) as figure:
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.7))
-        for axes, key in ((left, "time/env_steps_per_second"), (middle, "time/updates_per_second")):
-            for color, members in zip(colors(), groups.values()):
-                curves = [run.metrics.curve(key).finite() for run in members]
-                if len(members) == 1:
-                    axes.plot(curves[0].x, curves[0].y, color=color, alpha=0.22, linewidth=0.7)
-                draw_seeds(axes, [smoothed(curve) for curve in curves], color, faint=False, label=None)
-            axes.set_title(panel_title(key).replace("_", " "), loc="left", fontsize=9)
-            axes.set_ylim(bottom=0)
-            axes.tick_params(labelsize=7)
-            step_axis(axes, ticks=3)
-        _draw_shares(right, shares)
-        if len(groups) > 1:
-            name_legend(figure, dict(zip(groups, colors())))
+    bars = max(2.6, 1.2 + 0.55 * len(groups))
+    for form in forms(path):
+        with form.figure(9.0, bars + 2 * 1.75 if form.narrow else bars) as figure:
+            if form.narrow:
+                panels = figure.subplots(3, 1, height_ratios=(1.75, 1.75, bars))
+            else:
+                panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.7))
+            _draw_time(figure, panels, groups, shares)
     return True
+
+
+def _draw_time(
+    figure: Figure,
+    panels: Sequence[Axes],
+    groups: Mapping[str, Sequence[RunData]],
+    shares: Mapping[str, Mapping[str, float]],
+) -> None:
+    left, middle, right = panels
+    for axes, key in ((left, "time/env_steps_per_second"), (middle, "time/updates_per_second")):
+        for color, members in zip(colors(), groups.values()):
+            curves = [run.metrics.curve(key).finite() for run in members]
+            if len(members) == 1:
+                axes.plot(curves[0].x, curves[0].y, color=color, alpha=0.22, linewidth=0.7)
+            draw_seeds(axes, [smoothed(curve) for curve in curves], color, faint=False, label=None)
+        axes.set_title(panel_title(key).replace("_", " "), loc="left", fontsize=9)
+        axes.set_ylim(bottom=0)
+        axes.tick_params(labelsize=7)
+        step_axis(axes, ticks=3)
+    _draw_shares(right, shares)
+    if len(groups) > 1:
+        name_legend(figure, dict(zip(groups, colors())))
 
 
 def time_shares(run: RunData) -> dict[str, float]:

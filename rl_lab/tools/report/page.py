@@ -13,10 +13,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rl_lab.errors import one_line
+from rl_lab.tools.report.figures import narrow_file
 from rl_lab.tools.report.interactive import Chart, Charts, scripts
 
 LARGEST_EMBEDDED = 2_000_000  # bytes of one file; larger ones are linked
 ALL_EMBEDDED = 24_000_000  # bytes of all media of a page; further files are linked
+PHONE = 640  # pixels, as in _CSS: up to this width the page shows the narrow pictures
 _TYPES = {
     ".png": "image/png",
     ".jpg": "image/jpeg",
@@ -106,8 +108,7 @@ h2 { scroll-margin-top: 70px; }
 @media (max-width: 640px) { main { padding: 18px 12px 40px; } .bar { margin: 12px -12px 0; padding: 8px 12px; position: static; }
   .live .run { grid-template-columns: minmax(0, 1fr) auto; } .bar label:has([type=search]) { flex-basis: 100%; } .facts { grid-template-columns: 1fr 1fr; }
   .facts .fact b { font-size: 17px; white-space: normal; } .bar .row { gap: 6px 12px; } .bar input[type=range] { width: 90px; }
-  .bar input[type=search] { width: 100%; } img.plot { min-width: 680px; }
-  .picture::before { content: "swipe sideways to see all of it"; color: var(--soft); font-size: 12px; } .gallery { grid-template-columns: 1fr; } }
+  .bar input[type=search] { width: 100%; } .gallery { grid-template-columns: 1fr; } }
 """
 
 
@@ -128,7 +129,7 @@ class Section:
 
     title: str
     note: str = ""
-    plots: Sequence[Path] = ()
+    plots: Sequence[Path] = ()  # each with its `narrow_file`
     tables: Sequence[Table] = ()
     texts: Sequence[tuple[str, str]] = ()  # (summary, collapsed text)
     media: Sequence[tuple[Path, str]] = ()  # (file, caption)
@@ -252,9 +253,9 @@ def _section(section: Section, media: _Media, interactive: bool) -> str:
         parts.append(f'<div class="charts">{"".join(map(_chart, section.charts))}</div>')
     for plot in () if drawn else section.plots:
         name = _text(plot.stem.replace("_", " "))
-        parts.append(
-            f'<div class="card scroll picture"><img class="plot" alt="{name}" src="{_embed(plot)}"></div>'
-        )
+        narrow = f'<source media="(max-width: {PHONE}px)" srcset="{_embed(narrow_file(plot))}">'
+        wide = f'<img class="plot" alt="{name}" src="{_embed(plot)}">'
+        parts.append(f'<div class="card"><picture>{narrow}{wide}</picture></div>')
     parts += [f'<div class="card scroll">{_table(table)}</div>' for table in section.tables]
     if section.texts:
         collapsed = "".join(

@@ -17,7 +17,7 @@ from rl_lab.tools.report.figures import (
     TRAINING,
     color_of,
     cut,
-    figure_file,
+    forms,
     name_legend,
     step_axis,
 )
@@ -279,26 +279,32 @@ def draw_aggregates(methods: Sequence[MethodScores], path: Path) -> bool:
         return False  # single runs: the bars would show no more than the table
     named = color_of(list(found))
     keys = [key for key in TITLES if key in next(iter(found.values()))]
-    with figure_file(path, 9.0, 0.95 + 0.34 * len(found)) as figure:
-        panels = np.atleast_1d(figure.subplots(1, len(keys), sharey=True))
-        for axes, key in zip(panels, keys):
-            for row, (method, aggregates) in enumerate(found.items()):
-                one = aggregates[key]
-                low, high = (one.low, one.high) if one.bounded else (one.value, one.value)
-                axes.barh(row, high - low, left=low, height=0.55, color=named[method], alpha=0.45)
-                axes.plot(
-                    [one.value, one.value], [row - 0.275, row + 0.275], color=named[method], linewidth=2.4
+    for form in forms(path):
+        shape = (len(keys), 1) if form.narrow else (1, len(keys))
+        with form.figure(9.0, 0.4 + shape[0] * (0.55 + 0.34 * len(found))) as figure:
+            panels = np.atleast_1d(figure.subplots(*shape, sharey=True)).ravel()
+            for axes, key in zip(panels, keys):
+                for row, (method, aggregates) in enumerate(found.items()):
+                    one = aggregates[key]
+                    low, high = (one.low, one.high) if one.bounded else (one.value, one.value)
+                    axes.barh(row, high - low, left=low, height=0.55, color=named[method], alpha=0.45)
+                    axes.plot(
+                        [one.value, one.value], [row - 0.275, row + 0.275], color=named[method], linewidth=2.4
+                    )
+                axes.set_title(
+                    TITLES[key] + (" ↓" if key == "optimality_gap" else " ↑"), loc="left", fontsize=9
                 )
-            axes.set_title(TITLES[key] + (" ↓" if key == "optimality_gap" else " ↑"), loc="left", fontsize=9)
-            axes.set_yticks(range(len(found)), [cut(method, 34) for method in found])
-            axes.tick_params(labelsize=8)
-            axes.locator_params(axis="x", nbins=4)
-            axes.grid(axis="y", visible=False)
-            axes.margins(x=0.08)
-        panels[0].set_ylim(len(found) - 0.5, -0.5)
-        figure.supxlabel(
-            f"{name or 'return'}; bars are 95 % bootstrap intervals", fontsize=8, color="#4a4f55"
-        )
+                axes.set_yticks(
+                    range(len(found)), [cut(method, 20 if form.narrow else 34) for method in found]
+                )
+                axes.tick_params(labelsize=8)
+                axes.locator_params(axis="x", nbins=4)
+                axes.grid(axis="y", visible=False)
+                axes.margins(x=0.08)
+            panels[0].set_ylim(len(found) - 0.5, -0.5)
+            figure.supxlabel(
+                f"{name or 'return'}; bars are 95 % bootstrap intervals", fontsize=8, color="#4a4f55"
+            )
     return True
 
 
@@ -318,17 +324,18 @@ def draw_profiles(methods: Sequence[MethodScores], path: Path) -> bool:
     margin = 0.05 * (high - low) or 0.5
     thresholds = np.linspace(min(0.0, low - margin) if name else low - margin, high + margin, 201)
     named = color_of(list(scored))
-    with figure_file(path, 9.0, 3.2) as figure:
-        axes = figure.add_subplot()
-        for method, tasks in scored.items():
-            share, under, over = statistics.performance_profile(tasks, thresholds)
-            axes.plot(thresholds, share, color=named[method], linewidth=1.8)
-            axes.fill_between(thresholds, under, over, color=named[method], alpha=0.15, linewidth=0)
-        axes.set_xlabel(f"{name or 'return'} score τ" if name else "return τ")
-        axes.set_ylabel("share of runs above τ")
-        axes.set_ylim(-0.02, 1.02)
-        axes.margins(x=0.01)
-        name_legend(figure, named)
+    found = {method: statistics.performance_profile(tasks, thresholds) for method, tasks in scored.items()}
+    for form in forms(path):
+        with form.figure(9.0, 3.2) as figure:
+            axes = figure.add_subplot()
+            for method, (share, under, over) in found.items():
+                axes.plot(thresholds, share, color=named[method], linewidth=1.8)
+                axes.fill_between(thresholds, under, over, color=named[method], alpha=0.15, linewidth=0)
+            axes.set_xlabel(f"{name or 'return'} score τ" if name else "return τ")
+            axes.set_ylabel("share of runs above τ")
+            axes.set_ylim(-0.02, 1.02)
+            axes.margins(x=0.01)
+            name_legend(figure, named)
     return True
 
 
@@ -342,28 +349,29 @@ def draw_efficiency(runs: Sequence[RunData], path: Path) -> bool:
     if max((len(tasks) for tasks in methods.values()), default=0) < 2:
         return False
     named = color_of(list(methods))
-    drawn = False
-    with figure_file(path, 9.0, 3.4) as figure:
-        axes = figure.add_subplot()
-        for method, tasks in methods.items():
-            curves = {
-                task: [run.metrics.curve(EVALUATION).finite() for run in members]
-                for task, members in tasks.items()
-            }
-            x = common_steps([curve for members in curves.values() for curve in members])
-            if x is None or not all(any(len(c) for c in members) for members in curves.values()):
-                continue
-            scaled = []
-            for task, members in curves.items():
-                scale = normalisation(tasks[task][0].task)
-                assert scale is not None
-                scaled.append(scale(values_at(members, x)))
-            value, low, high = statistics.band(scaled, statistics.iqm)
-            axes.plot(x, value, color=named[method], linewidth=1.8)
-            axes.fill_between(x, low, high, color=named[method], alpha=0.15, linewidth=0)
-            drawn = True
-        axes.set_xlabel("environment steps (agent decisions)")
-        axes.set_ylabel("IQM of normalised scores")
-        step_axis(axes)
-        name_legend(figure, named)
-    return drawn
+    found = {}
+    for method, tasks in methods.items():
+        curves = {
+            task: [run.metrics.curve(EVALUATION).finite() for run in members]
+            for task, members in tasks.items()
+        }
+        x = common_steps([curve for members in curves.values() for curve in members])
+        if x is None or not all(any(len(c) for c in members) for members in curves.values()):
+            continue
+        scaled = []
+        for task, members in curves.items():
+            scale = normalisation(tasks[task][0].task)
+            assert scale is not None
+            scaled.append(scale(values_at(members, x)))
+        found[method] = x, *statistics.band(scaled, statistics.iqm)
+    for form in forms(path):
+        with form.figure(9.0, 3.4) as figure:
+            axes = figure.add_subplot()
+            for method, (x, value, low, high) in found.items():
+                axes.plot(x, value, color=named[method], linewidth=1.8)
+                axes.fill_between(x, low, high, color=named[method], alpha=0.15, linewidth=0)
+            axes.set_xlabel("environment steps (agent decisions)")
+            axes.set_ylabel("IQM of normalised scores")
+            step_axis(axes)
+            name_legend(figure, named)
+    return bool(found)

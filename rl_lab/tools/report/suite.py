@@ -13,7 +13,7 @@ import numpy as np
 from rl_lab.errors import LabError
 from rl_lab.tools.published import Normalisation, Task, normalisation, published, published_curves
 from rl_lab.tools.report.curves import Curve
-from rl_lab.tools.report.figures import color_of, draw_seeds, figure_file, name_legend, step_axis
+from rl_lab.tools.report.figures import color_of, draw_seeds, forms, name_legend, step_axis
 from rl_lab.tools.report.page import Page, Section, Table, write_page
 from rl_lab.tools.report.runs import flatten
 from rl_lab.tools.statistics import Interval, intervals
@@ -289,32 +289,33 @@ def draw_curves(report: SuiteReport, path: Path) -> bool:
     panels = list(dict.fromkeys(row.name for method in report.methods for row in method.tasks))
     if not panels:
         return False
-    across = min(PANELS_ACROSS, len(panels))
-    down = math.ceil(len(panels) / across)
     named = color_of([method.method.title for method in report.methods])
-    with figure_file(path, 2.6 * across + 0.6, 2.2 * down + 0.5) as figure:
-        grid = figure.subplots(down, across, squeeze=False)
-        for axes in grid.flat[len(panels) :]:
-            axes.axis("off")
-        agents: dict[str, None] = {}
-        for axes, name in zip(grid.flat, panels):
-            for method in report.methods:
-                row = next((row for row in method.tasks if row.name == name), None)
-                if row is None:
-                    continue
-                draw_seeds(
-                    axes,
-                    [curve_of(result, method.method) for result in row.results],
-                    named[method.method.title],
-                    faint=False,
-                    label=None,
-                )
-                for reference in row.references:
-                    agents[f"{reference.agent}, published: mean and range over seeds"] = None
-                    _draw_reference(axes, reference, row.frames)
-            axes.set_title(name)
-            step_axis(axes, 4)
-        name_legend(figure, {**named, **dict.fromkeys(agents, "#24292e")})
+    for form in forms(path):
+        across = form.columns(min(PANELS_ACROSS, len(panels)))
+        down = math.ceil(len(panels) / across)
+        with form.figure(2.6 * across + 0.6, 2.2 * down + 0.5) as figure:
+            grid = figure.subplots(down, across, squeeze=False)
+            for axes in grid.flat[len(panels) :]:
+                axes.axis("off")
+            agents: dict[str, None] = {}
+            for axes, name in zip(grid.flat, panels):
+                for method in report.methods:
+                    row = next((row for row in method.tasks if row.name == name), None)
+                    if row is None:
+                        continue
+                    draw_seeds(
+                        axes,
+                        [curve_of(result, method.method) for result in row.results],
+                        named[method.method.title],
+                        faint=False,
+                        label=None,
+                    )
+                    for reference in row.references:
+                        agents[f"{reference.agent}, published: mean and range over seeds"] = None
+                        _draw_reference(axes, reference, row.frames)
+                axes.set_title(name)
+                step_axis(axes, 4)
+            name_legend(figure, {**named, **dict.fromkeys(agents, "#24292e")})
     return True
 
 

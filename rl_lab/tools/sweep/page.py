@@ -12,7 +12,7 @@ from rl_lab.tools.report.figures import (
     COLORS,
     SOFT,
     cut,
-    figure_file,
+    forms,
     name_legend,
     show_placeholder,
     step_axis,
@@ -154,28 +154,29 @@ def _shown(value: Any) -> str:
 def draw_history(rows: Sequence[Any], direction: str, metric: str, path: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    with figure_file(path, 9.0, 3.6) as figure:
-        axes = figure.add_subplot()
-        shown: dict[str, str] = {}
-        for trial in rows:
-            state, value = _STATES[trial.state.name], _value(trial)
-            if state in _COLOR and math.isfinite(value):
-                shown[state] = _COLOR[state]
-                _point(axes, trial.number, value, state)
-        done = [trial for trial in rows if trial.state.name == "COMPLETE"]
-        better = max if direction == "maximize" else min
-        best = [better(trial.value for trial in done[: index + 1]) for index in range(len(done))]
-        if best:
-            places = [trial.number for trial in done] + [rows[-1].number]
-            axes.step(places, [*best, best[-1]], where="post", color=SOFT, linewidth=1.5)
-            shown["best so far"] = SOFT
-        if not shown:
-            show_placeholder(axes, "no value yet")
-        axes.set_xlabel("trial")
-        axes.set_ylabel(metric)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if shown:
-            name_legend(figure, shown)
+    for form in forms(path):
+        with form.figure(9.0, 3.6) as figure:
+            axes = figure.add_subplot()
+            shown: dict[str, str] = {}
+            for trial in rows:
+                state, value = _STATES[trial.state.name], _value(trial)
+                if state in _COLOR and math.isfinite(value):
+                    shown[state] = _COLOR[state]
+                    _point(axes, trial.number, value, state)
+            done = [trial for trial in rows if trial.state.name == "COMPLETE"]
+            better = max if direction == "maximize" else min
+            best = [better(trial.value for trial in done[: index + 1]) for index in range(len(done))]
+            if best:
+                places = [trial.number for trial in done] + [rows[-1].number]
+                axes.step(places, [*best, best[-1]], where="post", color=SOFT, linewidth=1.5)
+                shown["best so far"] = SOFT
+            if not shown:
+                show_placeholder(axes, "no value yet")
+            axes.set_xlabel("trial")
+            axes.set_ylabel(metric)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if shown:
+                name_legend(figure, shown)
 
 
 def _point(axes: Any, x: float, y: float, state: str) -> None:
@@ -185,68 +186,78 @@ def _point(axes: Any, x: float, y: float, state: str) -> None:
 
 
 def draw_importances(shares: dict[str, float], path: Path) -> None:
-    with figure_file(path, 9.0, max(1.6, 0.5 + 0.38 * len(shares))) as figure:
-        axes = figure.add_subplot()
-        if not shares:
-            show_placeholder(axes, "importances need two parameters and four complete trials")
-            return
-        names = list(shares)[::-1]
-        bars = axes.barh([cut(name, 60) for name in names], [shares[name] for name in names], color=COLORS[0])
-        axes.bar_label(bars, [f"{shares[name]:.0%}" for name in names], padding=4, color=SOFT)
-        axes.set_xlim(0, max(shares.values()) * 1.12 or 1)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        axes.grid(axis="y", visible=False)
+    for form in forms(path):
+        with form.figure(9.0, max(1.6, 0.5 + 0.38 * len(shares))) as figure:
+            axes = figure.add_subplot()
+            if not shares:
+                show_placeholder(axes, "importances need two parameters\nand four complete trials")
+                continue
+            names = list(shares)[::-1]
+            bars = axes.barh(
+                [cut(name, 32 if form.narrow else 60) for name in names],
+                [shares[name] for name in names],
+                color=COLORS[0],
+            )
+            axes.bar_label(bars, [f"{shares[name]:.0%}" for name in names], padding=4, color=SOFT)
+            axes.set_xlim(0, max(shares.values()) * 1.12 or 1)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+            axes.grid(axis="y", visible=False)
 
 
 def draw_parameters(rows: Sequence[Any], search: Sequence[Parameter], metric: str, path: Path) -> None:
     from matplotlib.ticker import NullFormatter
 
-    columns = min(COLUMNS, len(search))
-    lines = math.ceil(len(search) / columns)
-    with figure_file(path, 9.0, 2.6 * lines) as figure:
-        panels = figure.subplots(lines, columns, squeeze=False)
-        for axes in panels.flat[len(search) :]:
-            axes.set_visible(False)
-        for item, axes in zip(search, panels.flat):
-            axes.set_title(cut(item.name, 42))
-            places = {word_of(choice): place for place, choice in enumerate(item.choices)}
-            for trial in rows:
-                state, value = _STATES[trial.state.name], _value(trial)
-                if state not in _COLOR or item.name not in trial.params or not math.isfinite(value):
-                    continue
-                given = trial.params[item.name]
-                _point(axes, places[word_of(given)] if places else given, value, state)
-            if places:
-                axes.set_xticks(list(places.values()), [cut(name, 14) for name in places])
-                axes.set_xlim(-0.5, len(places) - 0.5)
-            elif item.log:
-                axes.set_xscale("log")
-                axes.set_xlim(item.low / 1.2, item.high * 1.2)
-                if item.high / item.low >= 100:  # enough powers of ten; labels between them would overlap
-                    axes.xaxis.set_minor_formatter(NullFormatter())
-        for line in panels:
-            line[0].set_ylabel(metric)
+    for form in forms(path):
+        columns = form.columns(min(COLUMNS, len(search)))
+        lines = math.ceil(len(search) / columns)
+        with form.figure(9.0, 2.6 * lines) as figure:
+            panels = figure.subplots(lines, columns, squeeze=False)
+            for axes in panels.flat[len(search) :]:
+                axes.set_visible(False)
+            for item, axes in zip(search, panels.flat):
+                axes.set_title(form.cut(item.name, 42))
+                places = {word_of(choice): place for place, choice in enumerate(item.choices)}
+                for trial in rows:
+                    state, value = _STATES[trial.state.name], _value(trial)
+                    if state not in _COLOR or item.name not in trial.params or not math.isfinite(value):
+                        continue
+                    given = trial.params[item.name]
+                    _point(axes, places[word_of(given)] if places else given, value, state)
+                if places:
+                    axes.set_xticks(list(places.values()), [cut(name, 14) for name in places])
+                    axes.set_xlim(-0.5, len(places) - 0.5)
+                elif item.log:
+                    axes.set_xscale("log")
+                    axes.set_xlim(item.low / 1.2, item.high * 1.2)
+                    if item.high / item.low >= 100:  # enough powers of ten; labels between them would overlap
+                        axes.xaxis.set_minor_formatter(NullFormatter())
+            for line in panels:
+                line[0].set_ylabel(metric)
 
 
 def draw_curves(rows: Sequence[Any], metric: str, best: Any, path: Path) -> None:
-    with figure_file(path, 9.0, 3.6) as figure:
-        axes = figure.add_subplot()
-        shown: dict[str, str] = {}
-        for trial in rows:
-            points = sorted(trial.intermediate_values.items())
-            state = _STATES[trial.state.name]
-            if not points or state not in _COLOR:
+    for form in forms(path):
+        with form.figure(9.0, 3.6) as figure:
+            axes = figure.add_subplot()
+            shown: dict[str, str] = {}
+            for trial in rows:
+                points = sorted(trial.intermediate_values.items())
+                state = _STATES[trial.state.name]
+                if not points or state not in _COLOR:
+                    continue
+                strong = best is not None and trial.number == best.number
+                color = COLORS[1] if strong else _COLOR[state]
+                shown[f"best: trial {trial.number}" if strong else state] = color
+                axes.plot(
+                    *zip(*points),
+                    color=color,
+                    linewidth=2.2 if strong else 1.0,
+                    alpha=1.0 if strong else 0.55,
+                )
+            if not shown:
+                show_placeholder(axes, "no evaluation yet")
                 continue
-            strong = best is not None and trial.number == best.number
-            color = COLORS[1] if strong else _COLOR[state]
-            shown[f"best: trial {trial.number}" if strong else state] = color
-            axes.plot(
-                *zip(*points), color=color, linewidth=2.2 if strong else 1.0, alpha=1.0 if strong else 0.55
-            )
-        if not shown:
-            show_placeholder(axes, "no evaluation yet")
-            return
-        step_axis(axes)
-        axes.set_xlabel("environment steps (agent decisions)")
-        axes.set_ylabel(metric)
-        name_legend(figure, shown)
+            step_axis(axes)
+            axes.set_xlabel("environment steps (agent decisions)")
+            axes.set_ylabel(metric)
+            name_legend(figure, shown)

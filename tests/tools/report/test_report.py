@@ -56,7 +56,7 @@ def test_one_run(make_run: MakeRun) -> None:
     ):
         assert text in page, text
     assert "99999999" not in page, "the torn line counts for nothing"
-    assert page.count("data:image/png;base64,") == len(paths) - 1
+    assert page.count("data:image/png;base64,") == 2 * (len(paths) - 1), "one for wide pages, one for phones"
     assert page.count("data:image/gif;base64,") == 1
     assert "eval episode, step 20,000" in page
 

@@ -25,9 +25,34 @@ def test_page_is_self_contained(browser: Any, make_run: MakeRun, tmp_path: Path)
     assert page.locator("h1").inner_text() == "a, b"
     shown = page.evaluate("[...document.images].map((image) => image.complete && image.naturalWidth)")
     assert len(shown) >= 10 and all(shown)
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
-        "it does not scroll sideways"
+    assert_fits(page)
+    wide = page.evaluate(PICTURES)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_function(
+        "[...document.querySelectorAll('img.plot')].every((image) => image.naturalWidth < 700)"
     )
+    assert_fits(page)
+    narrow = page.evaluate(PICTURES)
+    assert len(narrow) == len(wide) >= 5
+    for phone, desk in zip(narrow, wide):
+        assert phone["scale"] > 0.57, "8 points are at least 9 pixels high"
+        assert phone["height"] / phone["width"] > desk["height"] / desk["width"], "drawn for this width"
+
+
+PICTURES = """[...document.querySelectorAll('img.plot')].map((image) => ({
+  width: image.clientWidth, height: image.clientHeight, scale: image.clientWidth / image.naturalWidth}))"""
+
+
+def assert_fits(page: Any) -> None:
+    """Nothing scrolls sideways but tables, and no picture or video is cut off."""
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    beyond = page.evaluate(
+        """[...document.querySelectorAll('img, video, figure, picture, .card:not(:has(table))')].filter((element) => {
+          const box = element.getBoundingClientRect();
+          return box.left < 0 || box.right > window.innerWidth || element.scrollWidth > element.clientWidth + 1;
+        }).map((element) => element.outerHTML.slice(0, 80))"""
+    )
+    assert beyond == []
 
 
 def test_live_page_reloads(browser: Any, make_run: MakeRun, tmp_path: Path):
