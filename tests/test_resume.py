@@ -88,6 +88,8 @@ def test_metrics_of_a_killed_run_are_those_of_an_uninterrupted_one(name: str, tm
     resume(killed)
     lines = metric_lines(whole)
     assert metric_lines(killed) == lines and before < len(lines)
+    begun = [line["workflow/phase"] for line in lines if "workflow/phase" in line]
+    assert begun == ([1, 2, 3, 4] if name == "iris" else [])
     resume(killed)  # it is finished: nothing is added
     assert metric_lines(killed) == lines
 

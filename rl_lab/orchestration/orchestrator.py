@@ -208,7 +208,7 @@ class Orchestrator:
     # ---------------------------------------------------------------- phases
 
     def _enter(self, phase: PhaseDefinition | None) -> None:
-        """Start a phase: freeze its parts, and check that an offline phase has enough data."""
+        """Start a phase: freeze its parts, check that an offline phase has enough data, log that it begins."""
         for name in self._running_phase.freeze if self._running_phase else ():
             self._part(name).requires_grad_(True)
         self._running_phase = phase
@@ -220,6 +220,9 @@ class Orchestrator:
             for use in phase.hooks:
                 if use.kind == "update":
                     self._require_data(use, phase)
+        if len(self.scheduler.phases) > 1:
+            with self._side_job("log"):
+                self.log.begin_phase(self.scheduler.totals, self._headline())
 
     def _require_data(self, use: HookUse, phase: PhaseDefinition) -> None:
         shortage = self.storage.shortage(use.name, phase) if self.storage is not None else ""

@@ -14,6 +14,7 @@ from rl_lab.utils.metrics import Stopwatch, prefixed
 TICK_SECONDS = 0.2  # between two drawings of the progress display
 # Metrics of runs of several phases, whose end cannot be told from the number of steps.
 DONE, SECONDS_LEFT = "time/run_done", "time/seconds_left"
+PHASE = "workflow/phase"  # its number, from 1; on a line of its own when a phase begins
 ENDED_EARLY = "workflow/ended_early"  # on the last line of a run that a callback ended
 STOP_WHEN = "training.stop_when"  # name of the callback that this key makes
 SHORT = 0.2  # a last interval with less of the usual work than this has no rates and no training metrics
@@ -46,6 +47,7 @@ class RunLog:
         self._collect: dict[str, list[float]] = {}  # key -> [sum, count]
         self._since = (clock(), 0, 0)
         self._ticked = 0.0
+        self._phase = 0  # number of the phase that began last
         self._interval = 0  # environment steps and updates between the last two lines
         self._line: int | None = None  # environment steps and updates at the last line
 
@@ -84,10 +86,12 @@ class RunLog:
             "episodes": episodes,
             "line": self._line or 0,
             "interval": self._interval,
+            "phase": self._phase,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._line, self._interval = int(state["line"]), int(state["interval"])
+        self._phase = int(state.get("phase", 0))  # in checkpoints since 2026-11-19
         self._collect = {key: [float(value) for value in entry] for key, entry in state["collect"].items()}
         self._episodes = [
             Episode(float(total), int(length), int(env), dict(log))
@@ -98,6 +102,14 @@ class RunLog:
         """Return agent steps, environment frames and updates: they are part of every log line."""
         steps = totals["env_steps"]
         return {"step": steps, "frames": steps * self.frames_per_step, "updates": totals["updates"]}
+
+    def begin_phase(self, totals: Mapping[str, int], headline: Mapping[str, Any]) -> None:
+        """Write that a phase of a run of several begins; a resumed run does not write it again."""
+        number = headline.get("phase_number")
+        if number is None or number == self._phase:
+            return
+        self._phase = number
+        self.logger.scalars({PHASE: number, **_of_run(headline)}, **self.counters(totals))
 
     def write(
         self,
@@ -139,9 +151,7 @@ class RunLog:
         rates, timings = self._rates(totals), self.stopwatch.drain()
         metrics |= {} if short else {**rates, **timings}
         metrics["workflow/phase_progress"] = progress
-        for key, name in ((DONE, "share"), (SECONDS_LEFT, "seconds_left")):
-            if headline and headline.get(name) is not None:
-                metrics[key] = float(headline[name])
+        metrics |= _of_run(headline or {})
         metrics |= failures or {}
         metrics = ranks.mean_of_dicts(metrics)
         metrics |= prefixed({key.removeprefix("log/"): value for key, value in statistics.items()}, "collect")
@@ -184,3 +194,9 @@ class RunLog:
             "return": self.last_return,
             "eval_return": self.last_evaluation,
         }
+
+
+def _of_run(headline: Mapping[str, Any]) -> dict[str, float]:
+    """Return how much of a run of several phases is done, and the seconds left, if they are known."""
+    named = {DONE: headline.get("share"), SECONDS_LEFT: headline.get("seconds_left")}
+    return {key: float(value) for key, value in named.items() if value is not None}

@@ -139,6 +139,32 @@ def test_log_line_contents():
     assert {"time/env_steps_per_second", "time/updates_per_second", "workflow/phase_progress"} <= set(line)
 
 
+def test_a_phase_of_several_is_logged_once_when_it_begins():
+    group = [
+        {"name": "joint", "duration_steps": 4, "workflow_hooks": ["collect", "update"]},
+        {"name": "updates", "duration_updates": 1, "workflow_hooks": ["update"]},
+    ]
+    recorder = Recorder()
+    orchestrator = orchestrator_of(recorder, [{"repeat": 2, "phases": group}])
+    orchestrator.run()
+    begun = [
+        (line["workflow/phase"], line["step"], line["updates"])
+        for line in recorder.lines
+        if "workflow/phase" in line
+    ]
+    assert begun == [(1, 0, 0), (2, 4, 2), (3, 4, 3), (4, 8, 5)]
+    assert recorder.lines[-1]["time/run_done"] == 1.0
+    # Resumed within the third phase: it began before.
+    log = RunLog(Recorder())
+    log.set_state({**orchestrator.log.get_state(), "phase": 3})
+    for number in (3, 4):
+        log.begin_phase({"env_steps": 6, "updates": 4}, {"phase_number": number})
+    assert [line["workflow/phase"] for line in log.logger.lines] == [4]
+    recorder = Recorder()
+    orchestrator_of(recorder, JOINT).run()
+    assert not any("workflow/phase" in line for line in recorder.lines), "one phase alone is not"
+
+
 def test_cycle_end_is_not_logged_twice():
     recorder = Recorder()
     orchestrator_of(recorder, JOINT, Cadences(log=Every({"env_steps": 2, "updates": 1, "cycles": 1}))).run()
