@@ -52,16 +52,6 @@ def test_values_of_one_frame_are_averaged(script):
     assert np.array_equal(curve.x, [4, 8]) and np.array_equal(curve.y, [1, 3])
 
 
-def test_phases_of_a_timeline(script):
-    group = {"repeat": 3, "phases": [{"name": "a", "duration_updates": 5, "type": "offline"}, {"name": "b"}]}
-    phases = [{"name": "off", "duration_steps": 0}, {"name": "c", "duration_steps": 1000}, group]
-    assert list(script.timeline(phases)) == [
-        ("c", "online", "1,000 steps"),
-        ("a", "offline", "3 × 5 updates"),
-        ("b", "online", "3 × to the end"),
-    ]
-
-
 def test_figures_are_drawn(script, tmp_path, capsys):
     script.draw(tmp_path / "a.png", script.FIGURES["tdmpc2_dog_run"])
     script.draw_demo(tmp_path / "b.png")

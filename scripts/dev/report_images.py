@@ -1,6 +1,6 @@
 """The pictures of docs/howto/{report,dream_report}.md, from runs that this trains: minutes on a CPU.
 
-python scripts/dev/report_images.py [--runs DIR] [report] [dream] [play]
+python scripts/dev/report_images.py [--runs DIR] [report] [phases] [dream] [play]
 
 play: docs/images/play_instant.png, the page of `make play`, from the agent in the package: seconds.
 
@@ -65,6 +65,21 @@ def report_pictures(runs: Path) -> None:
     page, *_ = write_report(folders, out=runs / "report")
     photograph(page, FOLDER / "page.png", width=1100, height=1500)
     photograph(page, FOLDER / "phone.png", width=390, height=1500, dark=True)
+
+
+def phase_picture(runs: Path) -> None:
+    """Short runs: the lengths of the phases are not those of real training."""
+    words = ["debug=tiny", "training.total_timesteps=null", *QUIET]
+    curricula = {
+        "world_models": ["experiment=og_wm_catch", "phases=og_wm_iterative"],
+        "iris": ["experiment=iris_catch", "algorithm.epochs.actor_critic=6"],
+    }
+    folders = []
+    for name, own in curricula.items():
+        folders.append(runs / "phases" / name)
+        train(None, [*own, *words, f"experiment.name={name}", f"run_dir={folders[-1]}"])
+    write_report(folders, out=runs / "phases" / "report", interactive=False)
+    keep(runs / "phases" / "report" / "phases.png", FOLDER / "phases.png")
 
 
 def dream_pictures(runs: Path) -> None:
@@ -161,13 +176,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pictures", nargs="*", help="report, dream, play (default: all)")
+    parser.add_argument("pictures", nargs="*", help="report, phases, dream, play (default: all)")
     parser.add_argument("--runs", type=Path, default=Path("outputs/docs"))
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     runs = args.runs.resolve()
     if not args.pictures or "report" in args.pictures:
         report_pictures(runs)
+    if not args.pictures or "phases" in args.pictures:
+        phase_picture(runs)
     if not args.pictures or "dream" in args.pictures:
         dream_pictures(runs)
     if not args.pictures or "play" in args.pictures:

@@ -15,7 +15,6 @@ import argparse
 import csv
 import json
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 
 from rl_lab.tools.report.curves import Curve
 from rl_lab.tools.report.figures import COLORS, DASHED, figure_file, legend, smoothed, step_axis
+from rl_lab.tools.report.timeline import phases_of
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 IMAGES = RESULTS.parent / "images"
@@ -257,13 +257,12 @@ def draw_curricula(picture: Path) -> None:
         axes = figure.add_subplot()
         for place, name in enumerate(TIMELINES):
             config = compose_config([f"experiment={name}"])
-            blocks = list(timeline(to_plain(config.training.phases)))
-            width = 1.0 / len(blocks)
-            for number, (phase, kind, duration) in enumerate(blocks):
-                axes.barh(
-                    place, width * 0.97, left=number * width, color=shades[kind], alpha=0.85, height=0.62
-                )
-                text = f"{phase}\n{duration}"
+            phases = list(phases_of(to_plain(config.training.phases)))
+            width = 1.0 / len(phases)
+            for number, phase in enumerate(phases):
+                color = shades[phase.type]
+                axes.barh(place, width * 0.97, left=number * width, color=color, alpha=0.85, height=0.62)
+                text = f"{phase.name}\n{phase.duration}"
                 axes.text(
                     (number + 0.48) * width, place, text, ha="center", va="center", fontsize=7, color="white"
                 )
@@ -277,23 +276,6 @@ def draw_curricula(picture: Path) -> None:
         legend(figure, bars, list(names.values()), "outside lower left")
         axes.set_title("Phases in their order (widths are not durations)", loc="left")
     print(f"drawn: {picture}")
-
-
-def timeline(phases: list[dict[str, Any]], times: int = 1) -> Iterator[tuple[str, str, str]]:
-    """Name, type and duration of each phase; those of a group with how often it is repeated."""
-    for place, phase in enumerate(phases, start=1):
-        if "phases" in phase:
-            yield from timeline(phase["phases"], times * int(phase.get("repeat", 1)))
-            continue
-        found = [(key.removeprefix("duration_"), phase.get(key)) for key in DURATIONS]
-        durations = [f"{int(value):,} {unit}" for unit, value in found if value is not None]
-        if durations and durations[0].startswith("0 "):
-            continue
-        text = durations[0] if durations else "to the end" if place == len(phases) else "until it is done"
-        yield phase["name"], phase.get("type", "online"), f"{times:,} × {text}" if times > 1 else text
-
-
-DURATIONS = ("duration_steps", "duration_updates", "duration_cycles")
 
 
 if __name__ == "__main__":

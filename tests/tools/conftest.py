@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,21 @@ def write_run(
     if media:
         write_gif(folder / "media" / "episodes" / "test" / "eval_episode_000020000.gif", seed)
     return folder
+
+
+def write_phases(run: Path, phases: str, steps: Sequence[tuple[int, int]]) -> Path:
+    """Give a run of `write_run` these phases; steps: (environment step, number of the phase that begins at it)."""
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("[{name: joint}]", phases))
+    lines = [line for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    rows = [json.loads(line) for line in lines]
+    start = {"step": 0, "frames": 0, "updates": 0, "time": 1_700_000_000.0}
+    for step, number in steps:
+        at = max((place for place, row in enumerate(rows) if row["step"] <= step), default=-1)
+        counters = {key: (rows[at] if at >= 0 else start)[key] for key in start}
+        rows.insert(at + 1, {**counters, "workflow/phase": float(number)})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
 
 
 def write_gif(path: Path, seed: int = 0, size: int = 64, frames: int = 12) -> Path:

@@ -194,8 +194,23 @@ function scaleOf(runs) {  // of the x axis: a unit of time that gives readable n
   return [`wall time, ${unit}`, size];
 }
 
+const paper = () => ({ paper_bgcolor: css("--card"), plot_bgcolor: css("--card"),
+  font: { color: css("--soft"), family: getComputedStyle(document.body).fontFamily },
+  modebar: { bgcolor: css("--card"), color: css("--soft"), activecolor: css("--accent") } });
+const hoverLook = () => ({ namelength: -1, bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 12 } });
+const legendBelow = { orientation: "h", x: 0, xanchor: "left", yref: "container", y: 0, yanchor: "bottom", font: { size: 12 } };
+const axisOf = (big) => ({ gridcolor: css("--line"), zeroline: false, linecolor: css("--line"), automargin: true,
+  tickfont: { size: big ? 12 : 10 }, fixedrange: coarse && !big });
+const configOf = (spec, big) => ({ displaylogo: false, responsive: true, displayModeBar: coarse ? big : "hover",
+  modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"], ...(big ? [["toImage"]] : [])],
+  toImageButtonOptions: { format: "png", scale: 2, filename: spec.title.replace(/[^\w-]+/g, "_") } });
+const note = (traces, task) => traces.length ? [] : [{ text: shown(task || null).length ? "no value yet" : "no run is chosen",
+  showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
+
 function draw(box) {
   const spec = JSON.parse(box.dataset.chart), area = one(".plotarea", box);
+  box.dirty = false;
+  if (spec.kind === "phases") return drawPhases(spec, area);
   const traces = tracesOf(spec), [label, size] = scaleOf(data.runs);
   if (size !== 1) for (const trace of traces) trace.x = trace.x.map((x) => x / size);
   const values = traces.flatMap((trace) => trace.y).filter((y) => y !== null);
@@ -203,28 +218,64 @@ function draw(box) {
   const learning = spec.keys.length > 1;
   const logarithmic = low > 0 && (state.log || (!learning && high / low > data.logRange));
   const big = spec.large || box.classList.contains("wide"), narrow = area.clientWidth < 460;
-  const axis = { gridcolor: css("--line"), zeroline: false, linecolor: css("--line"), automargin: true,
-    tickfont: { size: big ? 12 : 10 }, fixedrange: coarse && !big };
-  const legend = traces.some((trace) => trace.showlegend);
+  const axis = axisOf(big), legend = traces.some((trace) => trace.showlegend);
   const layout = {
-    paper_bgcolor: css("--card"), plot_bgcolor: css("--card"), font: { color: css("--soft"), family: getComputedStyle(document.body).fontFamily },
+    ...paper(),
     margin: { l: 8, r: 12, t: big && coarse ? 34 : 8, b: 8 }, height: spec.large ? (narrow ? 340 : 400) : big ? 400 : 190,
     hovermode: traces.filter((trace) => trace.name).length > 12 || !big || narrow ? "closest" : "x unified", dragmode: coarse ? false : "zoom",
-    hoverdistance: 40, hoverlabel: { namelength: -1, bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 12 } },
+    hoverdistance: 40, hoverlabel: hoverLook(),
     xaxis: { ...axis, title: big && !narrow ? { text: label, font: { size: 12 } } : undefined, nticks: big && !narrow ? 9 : 5,
       hoverformat: ",.6~g", spikecolor: css("--soft"), spikethickness: 1, spikedash: "solid", uirevision: state.x },
     yaxis: { ...axis, type: logarithmic ? "log" : "linear", title: spec.unit && !narrow ? { text: spec.unit, font: { size: 12 } } : undefined,
       nticks: big ? 8 : 5, uirevision: String(logarithmic) },
-    showlegend: legend, legend: { orientation: "h", x: 0, xanchor: "left", yref: "container", y: 0, yanchor: "bottom", font: { size: 12 } },
-    modebar: { bgcolor: css("--card"), color: css("--soft"), activecolor: css("--accent") },
-    annotations: traces.length ? [] : [{ text: shown(spec.task || null).length ? "no value yet" : "no run is chosen",
-      showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],
+    showlegend: legend, legend: legendBelow, annotations: note(traces, spec.task),
   };
-  const config = { displaylogo: false, responsive: true, displayModeBar: coarse ? big : "hover",
-    modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"], ...(big ? [["toImage"]] : [])],
-    toImageButtonOptions: { format: "png", scale: 2, filename: spec.title.replace(/[^\w-]+/g, "_") } };
-  box.dirty = false;
-  return window.Plotly.react(area, traces, layout, config);
+  return window.Plotly.react(area, traces, layout, configOf(spec, big));
+}
+
+// A row for each run: its phases are bars, and those that take turns lie above each other in one bar. y is in pixels.
+function drawPhases(spec, area) {
+  const runs = shown(null).filter((run) => run.phases.length), several = data.runs.length > 1;
+  const [label, size] = scaleOf(data.runs), narrow = area.clientWidth < 460, touch = coarse ? 34 : 0;
+  const named = new Map(Object.entries(data.phaseColors).map(([name, [color, ink]]) => [name, { type: "bar", orientation: "h",
+    name, base: [], x: [], y: [], width: [], text: [], customdata: [], hovertemplate: "%{customdata}<extra></extra>",
+    marker: { color, line: { width: 0 } }, textposition: "inside", insidetextanchor: "middle", textangle: 0,
+    insidetextfont: { color: ink, size: 12 }, showlegend: true }]));
+  const end = ([begin, width]) => begin + width;
+  const whole = Math.max(0, ...runs.map((run) => end(run.phases.at(-1).x[state.x]))) || 1;
+  const titles = [];
+  let y = 0;
+  for (const run of runs) {
+    if (several) {
+      y += 22;
+      titles.push({ text: short(brief(run.label), narrow ? 44 : 90), showarrow: false, xref: "paper", x: 0, xanchor: "left", y,
+        yanchor: "bottom", font: { size: 12 } });
+    }
+    const tall = Math.max(32, 22 * Math.max(...run.phases.map((bar) => bar.names.length)));
+    for (const { names, facts, x } of run.phases) names.forEach((name, at) => {
+      const trace = named.get(name), [begin, width] = x[state.x], height = tall / names.length;
+      trace.base.push(begin / size);
+      trace.x.push(Math.max(width - data.phaseGap * whole, width / 2) / size);
+      trace.y.push(y + (at + 0.5) * height);
+      trace.width.push(height - (names.length > 1 ? 1.5 : 0));
+      trace.text.push(name);
+      trace.customdata.push((several ? `<b>${short(run.label, 60)}</b><br>` : "") + facts);
+    });
+    y += tall + 4;
+  }
+  const traces = [...named.values()].filter((trace) => trace.x.length), axis = axisOf(true);
+  const letters = Math.max(1, ...traces.map((trace) => trace.name.length));
+  const lines = Math.ceil(traces.length / Math.max(1, Math.floor((area.clientWidth - 30) / (7 * letters + 46))));  // of the legend
+  const layout = {
+    ...paper(), barmode: "overlay", uniformtext: { mode: "hide", minsize: 9 },
+    margin: { l: 8, r: 12, t: 8 + touch, b: 8 }, height: Math.max(y, 32) + (narrow ? 44 : 62) + 20 * lines + touch,
+    hovermode: "closest", dragmode: coarse ? false : "zoom", hoverlabel: { ...hoverLook(), align: "left" },
+    xaxis: { ...axis, title: narrow ? undefined : { text: label, font: { size: 12 } }, nticks: narrow ? 5 : 9, range: [0, 1.01 * whole / size],
+      uirevision: state.x },
+    yaxis: { visible: false, fixedrange: true, range: [y, 0] },
+    showlegend: true, legend: legendBelow, annotations: traces.length ? titles : note(traces),
+  };
+  return window.Plotly.react(area, traces, layout, configOf(spec, true));
 }
 
 const nearby = new IntersectionObserver((entries) => {

@@ -23,6 +23,7 @@ from rl_lab.tools.report.sections import (
     left_out_section,
     media,
     metric_sections,
+    phase_section,
     published_section,
     score_section,
     speed_section,
@@ -261,6 +262,7 @@ def build_page(
     pictures = pictures or page.charts is None
     tick("learning curve")
     page.sections.append(_learning_section(runs, folder, pictures))
+    page.sections += phase_section(runs, folder, pictures)
     page.sections.append(Section("Runs", tables=[headline(runs, summaries)]))
     page.sections += evaluation_section(runs)
     tick("scores")

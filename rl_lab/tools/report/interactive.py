@@ -23,6 +23,7 @@ from rl_lab.errors import LabError, install_line
 from rl_lab.tools.report.curves import Metrics
 from rl_lab.tools.report.figures import EVALUATION, LOG_RANGE, TRAINING, color_of, groups_of
 from rl_lab.tools.report.runs import RunData
+from rl_lab.tools.report.timeline import GAP, bars_for_page, ink_on, phase_colors, with_phases
 from rl_lab.utils.files import read_json
 
 MOST_POINTS = 2000  # of one curve; of more lines, neighbours are averaged
@@ -40,6 +41,7 @@ class Chart:
     task: str | None = None
     unit: str = ""  # label of the y axis
     large: bool = False
+    kind: str = "curves"  # or "phases": a bar for each phase, a row for each run
 
 
 @dataclass
@@ -104,6 +106,9 @@ def charts_of(runs: Sequence[RunData]) -> Charts:
     named = color_of(list(groups_of(runs)))
     several = {group for group, members in groups_of(runs).items() if len(members) > 1}
     alone = color_of([run.label for run in runs])
+    phased = with_phases(runs)
+    timelines = [timeline for _, timeline in phased]
+    phases = {run.label: bars for (run, _), bars in zip(phased, bars_for_page(timelines))}
     rows = []
     for run in runs:
         x, y = curves(run.metrics)
@@ -116,9 +121,18 @@ def charts_of(runs: Sequence[RunData]) -> Charts:
                 "x": x,
                 "y": y,
                 "evaluated": evaluated(run),
+                "phases": phases.get(run.label, []),
             }
         )
-    return Charts({"runs": rows, "axes": AXES, "several": bool(several), "logRange": LOG_RANGE})
+    inks = {name: [color, ink_on(color)] for name, color in phase_colors(timelines).items()}
+    facts = {
+        "axes": AXES,
+        "several": bool(several),
+        "logRange": LOG_RANGE,
+        "phaseColors": inks,
+        "phaseGap": GAP,
+    }
+    return Charts({"runs": rows, **facts})
 
 
 def learning_charts(runs: Sequence[RunData]) -> list[Chart]:

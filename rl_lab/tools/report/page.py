@@ -46,7 +46,7 @@ h3 { font-size: 13px; margin: 2px 0 6px; color: var(--soft); font-weight: 500; }
 p { margin: 6px 0; }
 .soft { color: var(--soft); font-size: 13px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px; }
-.card + .card { margin-top: 14px; }
+.card + .card, .charts + .card { margin-top: 14px; }
 img.plot { display: block; width: 100%; height: auto; }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); gap: 10px; margin: 18px 0; }
 .fact { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 10px 12px; }
@@ -97,6 +97,7 @@ a { color: var(--accent); }
   max-width: 100%; overflow-wrap: anywhere; text-align: left; }
 .chart .title::after { content: " ⤢"; color: var(--soft); } .chart.large .title::after { content: ""; }
 .plotarea { min-height: 190px; } .chart.large .plotarea { min-height: 340px; }
+.chart.phases .plotarea { min-height: 90px; }
 section { scroll-margin-top: 70px; }
 h2 { scroll-margin-top: 70px; }
 .live { display: grid; gap: 8px; margin: 14px 0; max-height: 50vh; overflow-y: auto; } .live .run { display: grid; gap: 4px 12px; align-items: center;
@@ -235,8 +236,9 @@ def _chart(chart: Chart) -> str:
         "task": chart.task,
         "unit": chart.unit,
         "large": chart.large,
+        "kind": chart.kind,
     }
-    size = " large" if chart.large else ""
+    size = (" large" if chart.large else "") + (" phases" if chart.kind == "phases" else "")
     label = _text(chart.keys[0] if len(chart.keys) == 1 else chart.title)
     return (
         f'<div class="chart{size}" data-chart="{_text(json.dumps(spec))}"><button class="title" type="button" '

@@ -231,9 +231,24 @@ def _distinction(run: RunData, others: Sequence[RunData], ignored: tuple[str, ..
         value = run.config.get(path)
         left = [other for other in others if other.config.get(path) == value]
         if len(left) < len(others):
-            texts.append(f"{path.rpartition('.')[2]}={value}")
+            names = [_names(other.config.get(path)) for other in (run, *others)]
+            shown = names[0] if names[0] and names[0] not in names[1:] else value
+            texts.append(f"{path.rpartition('.')[2]}={shown}")
             others = left
     return " ".join(["", *texts])
+
+
+def _names(value: Any) -> str:
+    """Return the names of a list of phases, which is long; "" for other values."""
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        return ""
+    parts = [
+        f"{item.get('repeat', 1)}×({_names(item['phases'])})"
+        if "phases" in item
+        else str(item.get("name", ""))
+        for item in value
+    ]
+    return "+".join(parts)
 
 
 def _distinction_order(path: str) -> int:

@@ -9,9 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rl_lab.errors import LabError, closest
+from rl_lab.orchestration.run_log import PHASE
 from rl_lab.tools.report.figures import (
     MOST_PANELS,
+    cut,
     draw_small_multiples,
     draw_time,
     groups_of,
@@ -35,6 +39,7 @@ from rl_lab.tools.report.scores import (
     scale_name,
     task_table,
 )
+from rl_lab.tools.report.timeline import MOST_ROWS, Timeline, draw_phases, with_phases
 from rl_lab.tools.terminal import NONE, bounds, count, duration, number
 from rl_lab.utils.files import read_json
 
@@ -50,6 +55,7 @@ HEADINGS = {
     "time": "Milliseconds per call",
     "other": "Other metrics",
 }
+MOST_CURRICULA = 6  # with a table of their phases
 FEW = 3  # a prefix with fewer metrics gets no figure of its own
 LEARNING = ("train", "controller")  # with however few metrics: what a small algorithm logs
 # Already plotted in the learning curve and the timing figure.
@@ -60,6 +66,7 @@ DRAWN_ELSEWHERE = (
     "time/*_per_second",
     "time/run_done",
     "time/seconds_left",
+    PHASE,
 )
 
 
@@ -143,6 +150,54 @@ def headline(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Table:
             )
         )
     return Table(header, rows, right=range(1, len(header)))
+
+
+def phase_section(runs: Sequence[RunData], folder: Path, pictures: bool = True) -> list[Section]:
+    """Show when each phase was active, in a row for each run of several phases; no section without such a run."""
+    found = with_phases(runs)
+    if not found:
+        return []
+    path = folder / "phases.png"
+    if pictures:
+        draw_phases(found, path)
+    alike: dict[tuple[Any, ...], list[tuple[RunData, Timeline]]] = {}
+    for run, timeline in found:
+        alike.setdefault(tuple(timeline.phases), []).append((run, timeline))
+    tables = [_phase_table(members, len(alike) > 1) for members in list(alike.values())[:MOST_CURRICULA]]
+    spans = [span for _, timeline in found for span in timeline.spans]
+    notes = []
+    if any(len(span.phases) > 1 for span in spans):
+        notes.append("Phases that take turns more often than can be shown lie above each other in one bar.")
+    if any(span.begin["step"] == span.end["step"] for span in spans):
+        notes.append(
+            "A phase that takes no environment steps is a thin line over steps, and a bar over wall time."
+        )
+    if pictures and len(found) > MOST_ROWS:
+        notes.append(f"{path.name} has the first {MOST_ROWS} of {len(found)} runs.")
+    if len(alike) > MOST_CURRICULA:
+        notes.append(f"{len(alike) - MOST_CURRICULA} more lists of phases: see the configs.")
+    charts = [Chart("phases", (PHASE,), large=True, kind="phases")]
+    return [Section("Phases", " ".join(notes), [path] if pictures else [], tables, charts=charts)]
+
+
+def _phase_table(members: Sequence[tuple[RunData, Timeline]], named: bool) -> Table:
+    """Build the table of the phases of one config, with what each took: the mean over its runs."""
+    timelines = [timeline for _, timeline in members]
+    rows = []
+    for place, phase in enumerate(timelines[0].phases):
+        took = {
+            key: float(np.mean([timeline.totals[place][key] for timeline in timelines]))
+            for key in ("step", "updates", "seconds")
+        }
+        counts = [f"{took[key]:,.0f}" if np.isfinite(took[key]) else NONE for key in ("step", "updates")]
+        time = duration(took["seconds"]) if np.isfinite(took["seconds"]) else NONE
+        rows.append((phase.name, phase.type, ", ".join(phase.hooks), phase.duration, *counts, time))
+    what = "" if len(members) == 1 else f"mean of {len(members)} runs"
+    runs = ", ".join(dict.fromkeys(run.group for run, _ in members)) if named else ""
+    title = ": ".join(part for part in (cut(runs, 160), what) if part)
+    return Table(
+        ("phase", "type", "hooks", "duration", "steps", "updates", "wall time"), rows, range(4, 7), title
+    )
 
 
 def score_section(runs: Sequence[RunData], folder: Path) -> list[Section]:

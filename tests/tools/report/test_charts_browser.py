@@ -18,6 +18,7 @@ from rl_lab.tools.report.runs import load_runs
 from rl_lab.tools.report.serve import LiveReport, Server
 from rl_lab.tools.web_access import WebAccess
 from rl_lab.utils.files import RunLock
+from tests.tools.conftest import write_phases
 
 MakeRun = Callable[..., Path]
 
@@ -95,6 +96,66 @@ def test_what_the_script_draws(browser: Any, make_run: MakeRun, tmp_path: Path, 
     assert not page.locator("#learning-curve").is_visible()
     page.get_by_label("find a metric").fill("")
     assert page.locator("#learning-curve").is_visible()
+    assert complaints == []
+
+
+PHASES = """[{name: random, duration_steps: 4000, workflow_hooks: [collect]},
+  {repeat: 20, phases: [{name: joint, duration_cycles: 1}, {name: <actor>, type: offline, duration_updates: 9}]}]"""
+
+
+def phase_page(make_run: MakeRun, tmp_path: Path) -> Path:
+    """Two runs of a curriculum, one that is in its first phase, and one without phases."""
+    begins = [(0, 1), *((4000 + 400 * number, 2 + number) for number in range(40))]
+    folders = [
+        write_phases(make_run(name="a", media=False), PHASES, begins),
+        write_phases(make_run(name="b", media=False), PHASES, begins[:1]),
+        make_run(name="c", media=False),
+    ]
+    return report.write_report(folders, out=tmp_path / "report", keys=["train/loss/reward"])[0]
+
+
+def test_bars_of_phases(browser: Any, make_run: MakeRun, tmp_path: Path, monkeypatch) -> None:
+    stub = tmp_path / "plotly.min.js"
+    stub.write_text(STUB)
+    monkeypatch.setattr(interactive, "library", lambda: stub)
+    page, complaints = open_page(browser, phase_page(make_run, tmp_path).as_uri())
+    random, joint, actor = traces(page, 1)
+    assert (random["base"], random["x"][1], joint["name"]) == (
+        [0, 0],
+        pytest.approx(20_000, rel=0.01),
+        "joint",
+    )
+    assert joint["base"] == actor["base"] == [4000] and joint["y"][0] < actor["y"][0] < random["y"][1]
+    assert actor["text"] == ["<actor>"] and "&lt;actor&gt;: offline, 20 × 9 updates" in actor["customdata"][0]
+    page.get_by_label("x axis").select_option("seconds")
+    assert traces(page, 1)[1]["base"][0] == pytest.approx(20 * 3.1 / 60, rel=1e-3), "minutes"
+    page.get_by_role("button", name="a", exact=True).click()
+    assert [trace["name"] for trace in traces(page, 1)] == ["random"]
+    page.get_by_role("button", name="none", exact=True).click()
+    assert traces(page, 1) == []
+    assert complaints == []
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("width, scheme", [(1280, "light"), (390, "dark")])
+def test_bars_of_phases_of_plotly(
+    browser: Any, make_run: MakeRun, tmp_path: Path, plotly: Path, width: int, scheme: str
+) -> None:
+    options = {"viewport": {"width": width, "height": 850}, "color_scheme": scheme, "has_touch": width < 600}
+    page, complaints = open_page(browser, phase_page(make_run, tmp_path).as_uri(), **options)
+    plot = page.locator(".chart.phases .plotarea")
+    plot.scroll_into_view_if_needed()
+    bars = plot.locator(".barlayer .point path")
+    bars.first.wait_for()
+    assert bars.count() == 4
+    boxes = [bar.bounding_box() for bar in bars.all()]
+    assert all(box["height"] > 15 and box["width"] > 2 for box in boxes)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    if width > 600:
+        box = max(boxes[2:], key=lambda box: box["y"])  # the lower one of the two that take turns
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.mouse.move(box["x"] + box["width"] / 2 + 3, box["y"] + box["height"] / 2)
+        plot.locator(".hoverlayer").get_by_text("<actor>: offline, 20 × 9 updates").wait_for(timeout=10_000)
     assert complaints == []
 
 
