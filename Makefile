@@ -52,6 +52,7 @@ docs-images: $(VENV)/.dev
 	$(BIN)/python scripts/dev/environment_images.py
 	$(BIN)/python scripts/dev/report_images.py
 	$(BIN)/python scripts/dev/result_figures.py
+	$(BIN)/python scripts/dev/diagrams.py
 
 clean:
 	rm -rf $(VENV) $(EXTRAS) $(DOCS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
