@@ -1,4 +1,4 @@
-"""Which phase of a run was active when: from training.phases of its config and the lines `workflow/phase` of its metrics."""
+"""Which phase of a run was active when: from training.phases of its config and the lines `workflow/phase` of its log."""
 
 from __future__ import annotations
 
@@ -202,8 +202,8 @@ class _Entry(NamedTuple):
 
 
 def _counters(row: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    counts = {key: row.get(key) for key in ("step", "frames", "updates")} | {"seconds": float(seconds)}
-    return {key: float(value) if _finite(value) else float("nan") for key, value in counts.items()}  # type: ignore[arg-type]
+    counts: dict[str, Any] = {**row, "seconds": float(seconds)}
+    return {key: float(counts[key]) if _finite(counts.get(key)) else float("nan") for key in COUNTERS}
 
 
 def with_phases(runs: Sequence[RunData]) -> list[tuple[RunData, Timeline]]:
