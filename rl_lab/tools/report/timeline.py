@@ -346,7 +346,8 @@ def _draw_rows(
     axes.spines["left"].set_visible(False)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(unit)
-    step_axis(axes, 8)
+    if counter == "step":
+        step_axis(axes, 8)
     axes.set_xlim(0, 1.01 * whole / size)
 
 
