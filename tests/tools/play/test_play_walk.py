@@ -57,7 +57,7 @@ def test_played_by_hand_recorded_learned_and_dreamed(
     monkeypatch.chdir(tmp_path)
     size = [] if LONG else ["debug=tiny"]
     rl_lab.train(
-        "dreamer_catch", [*QUIET, *size, "training.total_timesteps=100", f"run_dir={tmp_path / 'hand'}"]
+        "dreamer_catch", [*QUIET, *size, "training.total_timesteps=200", f"run_dir={tmp_path / 'hand'}"]
     )
     with served(str(tmp_path / "hand"), "--human", "--wait") as address:
         page = browser.new_page(viewport={"width": 1360, "height": 850}, color_scheme="dark")
