@@ -18,6 +18,7 @@ from rl_lab.environments.make import with_suite
 DATA = Path(__file__).with_name("published.yaml")
 CURVES = Path(__file__).with_name("published_curves.yaml")
 ATARI = ("atari", "atari100k")
+RETURN = "return_mean"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Benchmark:
     scores: dict[str, float]
     observe: str = ""
     seeds: int | None = None
+    metric: str = RETURN  # what the scores are: a mean return, or another statistic of episodes
     aggregates: dict[str, float] = field(default_factory=dict)  # of normalised scores
 
 
@@ -100,12 +102,13 @@ def normalisation(task: Task) -> Normalisation | None:
     return Normalisation(float(bounds[0]), float(bounds[1]), name, table["source"])
 
 
-def published(task: Task) -> list[Published]:
-    """Return the published scores of a task, fewest frames first."""
+def published(task: Task, metric: str = RETURN) -> list[Published]:
+    """Return the published scores of a task, fewest frames first. metric: returns, or another statistic by name."""
     found = [
         Published(block.agent, block.scores[task.name], block.frames, block.source, block.seeds)
         for block in benchmarks()
         if block.suite == task.suite
+        and block.metric == metric
         and task.name in block.scores
         and (not block.observe or block.observe == task.observe)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rl_lab.errors import LabError
-from rl_lab.tools.published import Normalisation, Task, normalisation, published, published_curves
+from rl_lab.tools.published import RETURN, Normalisation, Task, normalisation, published, published_curves
 from rl_lab.tools.report.curves import Curve
 from rl_lab.tools.report.figures import color_of, draw_seeds, forms, name_legend, step_axis
 from rl_lab.tools.report.page import Page, Section, Table, write_page
@@ -25,6 +25,8 @@ AGGREGATES = ("mean", "median", "iqm")
 SAME_FRAMES = 0.02  # a published value at frames that differ by less counts as at equal frames
 PANELS_ACROSS = 5
 FIGURE = "curves.png"
+CRAFTER_SCORE = "crafter_score"  # in the results of Crafter's runs
+NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class SuiteReport:
             f"{reference.agent}: {reference.source}": None
             for method in self.methods
             for row in method.tasks
-            for reference in row.references
+            for reference in (*row.references, *crafter_references(row, method.method))
         }
         return list(found)
 
@@ -130,8 +132,8 @@ def _method_report(method: Method, results: Sequence[dict[str, Any]]) -> MethodR
             continue
         task = Task.from_config({**kinds, "environment.task": name})
         row = TaskResult(task, name, tuple(chosen), DONE if complete else PARTIAL)
-        references = tuple(_references(task, method.published, row.frames))
-        report.tasks.append(TaskResult(task, name, tuple(chosen), row.status, references))
+        found = tuple(references(task, method.published, row.frames))
+        report.tasks.append(TaskResult(task, name, tuple(chosen), row.status, found))
     return report
 
 
@@ -148,16 +150,16 @@ def _environment(method: Method) -> dict[str, Any]:
     return flatten({"environment": to_plain(config.environment)})
 
 
-def _references(task: Task, agents: Iterable[str], frames: int) -> Iterable[Reference]:
+def references(task: Task, agents: Iterable[str], frames: int, metric: str = RETURN) -> Iterator[Reference]:
     """Yield the published values of each agent at the frames nearest to ours."""
     for agent in agents:
-        curves = [curve for curve in published_curves(task) if curve.agent == agent]
+        curves = [curve for curve in published_curves(task) if curve.agent == agent and metric == RETURN]
         if curves:
             at = min(curves[0].points, key=lambda point: abs(point - frames))
             points = curves[0].points
             yield Reference(agent, at, tuple(points[at]), curves[0].source, curve=points)
             continue
-        known = [row for row in published(task) if row.agent == agent]
+        known = [row for row in published(task, metric) if row.agent == agent]
         if known:
             row = min(known, key=lambda row: abs(row.frames - frames))
             yield Reference(agent, row.frames, (row.score,), row.source, single_seeds=False)
@@ -220,6 +222,28 @@ def task_table(report: MethodReport) -> Table:
     return Table(header, rows, right=range(1, len(header)))
 
 
+def crafter_references(row: TaskResult, method: Method) -> list[Reference]:
+    """Return the published crafter_score of each agent at the frames nearest to ours."""
+    return list(references(row.task, method.published, row.frames, CRAFTER_SCORE))
+
+
+def crafter_table(report: MethodReport) -> Table | None:
+    """Build the table of crafter_score, ours above the published ones at the nearest frames; None without Crafter."""
+    ours = [row for row in report.tasks if row.task.suite == "crafter"]
+    if not ours:
+        return None
+    rows = []
+    for row in ours:
+        scores = [result[CRAFTER_SCORE] for result in row.results if result.get(CRAFTER_SCORE) is not None]
+        shown = f"{report.method.title}, {row.name}" if len(ours) > 1 else report.method.title
+        rows.append([shown, short(row.frames), spread(scores) if scores else NOT_RECORDED])
+        rows += [
+            [f"{ref.agent}, published", short(ref.frames), spread(ref.values)]
+            for ref in crafter_references(row, report.method)
+        ]
+    return Table(["crafter_score, % (all training episodes)", "frames", "score"], rows, right=(1, 2))
+
+
 def aggregates(report: MethodReport) -> dict[str, tuple[int, dict[str, Interval]]]:
     """Return name -> (runs, aggregates of normalised scores) of ours and of each published agent.
 
@@ -259,6 +283,14 @@ def aggregate_table(report: MethodReport) -> Table | None:
     ]
     header = [f"{scale.name} score", "runs", "mean", "median", "IQM"]
     return Table(header, rows, right=range(1, len(header)))
+
+
+def method_tables(report: MethodReport) -> list[Table]:
+    """Return the tables of one method: over all tasks, by task, and crafter_score; without results none."""
+    if not report.tasks:
+        return []
+    tables = [aggregate_table(report), task_table(report), crafter_table(report)]
+    return [table for table in tables if table is not None]
 
 
 def count_line(report: MethodReport) -> str:
@@ -352,9 +384,7 @@ def build_page(report: SuiteReport, folder: Path) -> Page:
         note = "Thin lines: single seeds; thick lines: their mean; bands: its 95 % bootstrap interval."
         page.sections.append(Section("Curves", note=note, plots=[figure]))
     for method in report.methods:
-        tables = [task_table(method)] if method.tasks else []
-        together = aggregate_table(method)
-        tables = ([together] if together else []) + tables
+        tables = method_tables(method)
         note = f"{count_line(method)}. A run's score: {method.method.score.describe()}."
         texts = [("runs without a score", "\n".join(absent_lines(method)))] if method.absent else []
         page.sections.append(Section(method.method.title, note=note, tables=tables, texts=texts))
@@ -407,9 +437,8 @@ def markdown(reports: Sequence[SuiteReport], place: Path, command: str) -> str:
         for method in report.methods:
             lines += ["", f"### {report.suite.name}: {method.method.title}", ""]
             lines += _wrapped(f"{count_line(method)}. A run's score: {method.method.score.describe()}.")
-            for table in [aggregate_table(method), task_table(method) if method.tasks else None]:
-                if table is not None:
-                    lines += ["", *markdown_table(table)]
+            for table in method_tables(method):
+                lines += ["", *markdown_table(table)]
             if method.absent:
                 lines += ["", *_wrapped("Without a score: " + "; ".join(absent_lines(method)) + ".")]
         if report.sources:

@@ -13,7 +13,15 @@ from rl_lab.cli import main
 from rl_lab.errors import LabError
 from rl_lab.tools.published import CURVES, Task, benchmarks, normalisation, published_curves
 from rl_lab.tools.report import suite as suite_report
-from rl_lab.tools.report.suite import Reference, aggregates, load_report, spread, task_table, verdict
+from rl_lab.tools.report.suite import (
+    Reference,
+    aggregates,
+    load_report,
+    method_tables,
+    spread,
+    task_table,
+    verdict,
+)
 from rl_lab.tools.statistics import intervals
 from rl_lab.tools.suite.definition import Suite, load_suite, parse_suite
 from rl_lab.tools.suite.results import SuiteFolder
@@ -181,6 +189,45 @@ def test_task_table(folder: SuiteFolder):
     assert rows["walker_walk"][-2:] == ["10.0", "0.06"]
     assert report.counts == {"done": 6, "partial": 1, "failed": 1, "missing": 1}
     assert report.absent == {"out of memory": ["dog_run seed 2"], "missing": ["dog_run seed 3"]}
+
+
+def test_crafter_score_is_beside_the_published_ones(tmp_path: Path):
+    methods = {
+        name: {
+            "title": f"Dreamer {name}",
+            "experiment": "dreamer_crafter",
+            "tasks": ["reward"],
+            "seeds": [1, 2],
+            "frames": 100_000,
+            "published": ["DreamerV2", "DreamerV3 XL"],
+        }
+        for name in ("new", "kept")
+    }
+    folder = SuiteFolder(tmp_path)
+    for name, seed, found in (("new", 1, 2.0), ("new", 2, 4.0), ("kept", 1, None)):
+        content = {"name": f"{name}.reward.seed{seed}", "method": name, "task": "reward", "seed": seed}
+        score = {} if found is None else {"crafter_score": found}
+        folder.write(
+            {**content, **score, "status": "done", "score": 3.0, "score_frames": 78_000, "frames": 78_000}
+        )
+    report = load_report(parse_suite("worlds", {"methods": methods}), folder)
+    new, kept = (method_tables(method) for method in report.methods)
+    assert new[-1].header[0] == "crafter_score, % (all training episodes)"
+    assert new[-1].rows == [
+        ["Dreamer new", "78k", "3 (2 to 4)"],
+        ["DreamerV2, published", "1M", "10.0"],
+        ["DreamerV3 XL, published", "80k", "3"],
+    ]
+    assert kept[-1].rows[0] == ["Dreamer kept", "78k", "not recorded"]
+    assert any("symoon11/dreamerv3-flax" in source for source in report.sources)
+    assert "| DreamerV3 XL, published | 80k | 3 |" in suite_report.markdown([report], tmp_path / "r.md", "c")
+    assert all(table.header[0] == "task" for table in method_tables(load_dmc(tmp_path).methods[0]))
+
+
+def load_dmc(path: Path) -> suite_report.SuiteReport:
+    folder = SuiteFolder(path / "control")
+    add(folder, "dog_run", 1, 12.0, status="partial", frames=60_000, score_frames=50_000)
+    return load_report(dmc_suite(), folder)
 
 
 def test_page_and_markdown(folder: SuiteFolder, tmp_path: Path, capsys):
