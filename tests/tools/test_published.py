@@ -37,7 +37,7 @@ def test_normalisation():
 
 
 def test_published_tasks_exist():
-    known = {"atari100k": ATARI_100K, "crafter": ["reward"], "dmc": DMC_TASKS}
+    known = {"atari100k": ATARI_100K, "carracing": ["continuous"], "crafter": ["reward"], "dmc": DMC_TASKS}
     for block in benchmarks():
         assert set(block.scores) <= set(known[block.suite]), block.agent
         assert block.source and block.frames >= (40_000 if block.metric == "crafter_score" else 100_000)

@@ -40,7 +40,8 @@ EPILOG = """examples:
   rl-lab report RUN RUN RUN --by workflow           runs of one workflow count as seeds of one method
   rl-lab report --serve --port 8000 outputs         a live page over all runs below a folder
   rl-lab report --dream RUN RUN --horizon 30        compare the predictions of their world models
-  rl-lab report --suite dmc_proprio                 a suite's tables beside published values"""
+  rl-lab report --suite dmc_proprio                 a suite's tables beside published values
+  rl-lab report --suite all --markdown FILE         every suite, with what is missing"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument("--token", help="your own token (default: generated and printed if one is needed)")
     suites = parser.add_argument_group("suite report")
     suites.add_argument(
-        "--suite", nargs="+", metavar="NAME", help="report on the results of these suites (rl-lab suite)"
+        "--suite", nargs="+", metavar="NAME", help="report on the results of these suites (rl-lab suite); all"
     )
     suites.add_argument(
         "--results",
@@ -134,7 +135,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _suite_report(args: argparse.Namespace) -> int:
-    from rl_lab.tools.report.suite import write_suite_report
+    from rl_lab.tools.report.suite_page import write_suite_report
 
     if args.dream or args.serve or args.runs:
         raise LabError(

@@ -1,30 +1,26 @@
-"""`rl-lab report --suite NAME`: our results of a suite beside the published ones, as a page and as Markdown."""
+"""Our results of a suite beside the published ones: what `rl-lab report --suite NAME` shows, as tables.
+
+suite_page.py makes a page and Markdown of it.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rl_lab.errors import LabError
 from rl_lab.tools.published import RETURN, Normalisation, Task, normalisation, published, published_curves
-from rl_lab.tools.report.curves import Curve
-from rl_lab.tools.report.figures import color_of, draw_seeds, forms, name_legend, step_axis
-from rl_lab.tools.report.page import Page, Section, Table, write_page
+from rl_lab.tools.report.page import Table
 from rl_lab.tools.report.runs import flatten
 from rl_lab.tools.statistics import Interval, intervals
-from rl_lab.tools.suite.definition import Method, Suite, load_suite
+from rl_lab.tools.suite.definition import Method, Suite
 from rl_lab.tools.suite.results import DONE, FAILED, MISSING, PARTIAL, SuiteFolder, status_of
 from rl_lab.tools.terminal import NONE, duration, interval, number, short
 
 AGGREGATES = ("mean", "median", "iqm")
 SAME_FRAMES = 0.02  # a published value at frames that differ by less counts as at equal frames
-PANELS_ACROSS = 5
-FIGURE = "curves.png"
 CRAFTER_SCORE = "crafter_score"  # in the results of Crafter's runs
 NOT_RECORDED = "not recorded"
 
@@ -64,6 +60,13 @@ class TaskResult:
     def frames(self) -> int:
         return int(max((result.get("score_frames") or 0 for result in self.results), default=0))
 
+    @property
+    def shown_frames(self) -> str:
+        """The frames, or their range where the runs differ."""
+        fewest = int(min((result.get("score_frames") or 0 for result in self.results), default=0))
+        same = self.frames - fewest <= SAME_FRAMES * self.frames
+        return short(self.frames) if same else f"{short(fewest)} to {short(self.frames)}"
+
 
 @dataclass
 class MethodReport:
@@ -72,7 +75,12 @@ class MethodReport:
     method: Method
     tasks: list[TaskResult] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # status -> runs
-    absent: dict[str, list[str]] = field(default_factory=dict)  # reason -> runs without a score
+    absent: dict[str, dict[str, list[int]]] = field(
+        default_factory=dict
+    )  # reason -> task -> seeds without a score
+    unplanned: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # results of tasks and seeds beside the suite's
 
     @property
     def finished(self) -> list[TaskResult]:
@@ -91,22 +99,18 @@ class SuiteReport:
 
     @property
     def sources(self) -> list[str]:
-        found = {
-            f"{reference.agent}: {reference.source}": None
-            for method in self.methods
-            for row in method.tasks
-            for reference in (*row.references, *crafter_references(row, method.method))
-        }
+        found: dict[str, None] = {}
+        for method in self.methods:
+            for row in method.tasks:
+                found |= dict.fromkeys(f"{ref.agent}: {ref.source}" for ref in row.references)
+                scores = crafter_references(row, method.method)
+                found |= dict.fromkeys(f"{ref.agent}, {CRAFTER_SCORE}: {ref.source}" for ref in scores)
         return list(found)
 
 
 def load_report(suite: Suite, folder: SuiteFolder) -> SuiteReport:
-    """Read the results of a suite and find what is published for its tasks."""
+    """Read the results of a suite and find what is published for its tasks; without results all runs are missing."""
     results, damaged = folder.read_all()
-    if not results:
-        raise LabError(
-            f"{folder.path} has no results: run rl-lab suite {suite.name} first, or pass --results"
-        )
     methods = [_method_report(method, results) for method in suite.methods]
     return SuiteReport(suite, folder, methods, results, damaged)
 
@@ -121,7 +125,8 @@ def _method_report(method: Method, results: Sequence[dict[str, Any]]) -> MethodR
         report.counts[status] = report.counts.get(status, 0) + 1
         if result is None or result.get("score") is None:
             why = str((result or {}).get("error") or status)
-            report.absent.setdefault(why, []).append(f"{run.task} seed {run.seed}")
+            report.absent.setdefault(why, {}).setdefault(run.task, []).append(run.seed)
+    report.unplanned = [result for result in own if result["name"] not in planned]
     task_names = list(dict.fromkeys([*method.tasks, *(str(result["task"]) for result in own)]))
     kinds = _environment(method) if own else {}
     for name in task_names:
@@ -197,7 +202,7 @@ def task_table(report: MethodReport) -> Table:
         cells = [
             row.name,
             str(len(row.results)),
-            short(row.frames) + ("" if row.status == DONE else " (partial)"),
+            row.shown_frames + ("" if row.status == DONE else " (partial)"),
         ]
         cells.append(spread(list(row.scores)))
         for agent in agents:
@@ -297,217 +302,39 @@ def count_line(report: MethodReport) -> str:
     """Return how many runs are done, partial, failed and missing."""
     order = (DONE, PARTIAL, FAILED, MISSING)
     parts = [f"{report.counts[status]} {status}" for status in order if report.counts.get(status)]
-    return f"{report.method.title}: {', '.join(parts)} of {sum(report.counts.values())} runs"
+    return f"{report.method.title}: {', '.join(parts)} of {_runs(sum(report.counts.values()))}"
 
 
 def absent_lines(report: MethodReport) -> list[str]:
-    """Return one line per reason: "missing: walker_walk seed 1, …"."""
-    return [f"{why}: {', '.join(runs)}" for why, runs in report.absent.items()]
+    """Return one line per reason and seeds: "missing: seeds 1, 2 of dog_run, walker_walk"."""
+    lines = []
+    for why, tasks in report.absent.items():
+        by_seeds: dict[tuple[int, ...], list[str]] = {}
+        for task, seeds in tasks.items():
+            by_seeds.setdefault(tuple(seeds), []).append(task)
+        lines += [f"{why}: {_seeds(seeds)} of {', '.join(names)}" for seeds, names in by_seeds.items()]
+    return lines
+
+
+def unplanned_line(report: MethodReport) -> str:
+    """Return which results are not of the suite's tasks and seeds, or ""."""
+    found = [f"seed {r['seed']} of {r['task']} ({r['status']})" for r in report.unplanned]
+    return f"In the tables, but not planned by the suite: {', '.join(found)}" if found else ""
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'' if count == 1 else 's'}"
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 def time_line(results: Sequence[dict[str, Any]]) -> str:
     """Return the sums of wall-clock time and GPU hours."""
+    if not results:
+        return "No results yet"
     seconds = sum(result.get("seconds") or 0.0 for result in results)
     hours = sum(result.get("gpu_hours") or 0.0 for result in results)
-    text = f"{duration(seconds)} of training in {len(results)} runs"
+    text = f"{duration(seconds)} of training in {_runs(len(results))}"
     return f"{text}, {hours:.2f} GPU hours" if hours else text
-
-
-# --- Figure ---
-
-
-def draw_curves(report: SuiteReport, path: Path) -> bool:
-    """Plot one panel per task: each method's seeds with mean and 95 % interval, and the published points."""
-    panels = list(dict.fromkeys(row.name for method in report.methods for row in method.tasks))
-    if not panels:
-        return False
-    named = color_of([method.method.title for method in report.methods])
-    for form in forms(path):
-        across = form.columns(min(PANELS_ACROSS, len(panels)))
-        down = math.ceil(len(panels) / across)
-        with form.figure(2.6 * across + 0.6, 2.2 * down + 0.5) as figure:
-            grid = figure.subplots(down, across, squeeze=False)
-            for axes in grid.flat[len(panels) :]:
-                axes.axis("off")
-            agents: dict[str, None] = {}
-            for axes, name in zip(grid.flat, panels):
-                for method in report.methods:
-                    row = next((row for row in method.tasks if row.name == name), None)
-                    if row is None:
-                        continue
-                    draw_seeds(
-                        axes,
-                        [curve_of(result, method.method) for result in row.results],
-                        named[method.method.title],
-                        faint=False,
-                        label=None,
-                    )
-                    for reference in row.references:
-                        agents[f"{reference.agent}, published: mean and range over seeds"] = None
-                        _draw_reference(axes, reference, row.frames)
-                axes.set_title(name)
-                step_axis(axes, 4)
-            name_legend(figure, {**named, **dict.fromkeys(agents, "#24292e")})
-    return True
-
-
-def _draw_reference(axes: Any, reference: Reference, frames: int) -> None:
-    """Plot the published points up to ours, and the nearest one, with their range over seeds."""
-    points = {reference.frames: list(reference.values)}
-    points |= {at: values for at, values in reference.curve.items() if at <= frames}
-    for at, values in points.items():
-        mean = float(np.mean(values))
-        reach = [[mean - min(values)], [max(values) - mean]]
-        axes.errorbar([at], [mean], reach, fmt="D", color="#24292e", markersize=3.5, capsize=3)
-
-
-def curve_of(result: dict[str, Any], method: Method) -> Curve:
-    """Return the learning curve of a run: the episodes that its score is made of."""
-    first, second = ("training_episodes", "evaluations")
-    if method.score.source == "eval":
-        first, second = second, first
-    points = result.get(first) or result.get(second) or []
-    return Curve(
-        np.array([point["frames"] for point in points], dtype=np.float64),
-        np.array([point["return_mean"] for point in points], dtype=np.float64),
-    )
-
-
-# --- Page and Markdown ---
-
-
-def build_page(report: SuiteReport, folder: Path) -> Page:
-    """Assemble the HTML page."""
-    page = Page(title=f"Suite {report.suite.name}", subtitle=report.suite.text)
-    figure = folder / FIGURE
-    if draw_curves(report, figure):
-        note = "Thin lines: single seeds; thick lines: their mean; bands: its 95 % bootstrap interval."
-        page.sections.append(Section("Curves", note=note, plots=[figure]))
-    for method in report.methods:
-        tables = method_tables(method)
-        note = f"{count_line(method)}. A run's score: {method.method.score.describe()}."
-        texts = [("runs without a score", "\n".join(absent_lines(method)))] if method.absent else []
-        page.sections.append(Section(method.method.title, note=note, tables=tables, texts=texts))
-    page.sections.append(
-        Section(
-            "Published values",
-            note="At the frames nearest to ours. inside, above, below: our mean over seeds against their range.",
-            texts=[("sources", "\n".join(report.sources))] if report.sources else [],
-        )
-    )
-    rows = [
-        [
-            r["name"],
-            r["status"],
-            short(r.get("frames") or 0),
-            number(r.get("score")),
-            duration(r.get("seconds")),
-            str(r.get("commit") or NONE)[:12],
-            str((r.get("machine") or {}).get("gpu") or NONE),
-        ]
-        for r in report.results
-    ]
-    table = Table(("run", "status", "frames", "score", "time", "commit", "GPU"), rows, right=(2, 3, 4))
-    commands = "\n".join(f"{r['name']}: {r.get('command')}" for r in report.results)
-    page.sections.append(
-        Section("Runs", note=time_line(report.results), tables=[table], texts=[("commands", commands)])
-    )
-    if report.damaged:
-        page.sections.insert(0, Section("Left out", note=" ".join(report.damaged)))
-    return page
-
-
-def markdown(reports: Sequence[SuiteReport], place: Path, command: str) -> str:
-    """Return the results page: the tables of every suite, with links relative to the folder of `place`."""
-    lines = [
-        "# Results by suite",
-        "",
-        f"Made by `{command}`; not edited by hand.",
-        "Scores are returns: the mean over seeds, with the range over seeds. *inside*, *above*, *below*: our mean against",
-        "the range of the published seeds at equal frames. Each run has a JSON file with its curve, config, command,",
-        "commit and machine in the folder that the section names. [log.md](log.md) has single experiments.",
-    ]
-    for report in reports:
-        folder = _relative(report.folder.results, place)
-        lines += ["", f"## {report.suite.name}", "", *_wrapped(f"{report.suite.text}.")]
-        lines += [f"Files: [{folder}]({folder}). {time_line(report.results)}."]
-        if (report.folder.path / FIGURE).is_file():
-            file = _relative(report.folder.path / FIGURE, place)
-            lines += ["", f"![learning curves of suite {report.suite.name}]({file})"]
-        for method in report.methods:
-            lines += ["", f"### {report.suite.name}: {method.method.title}", ""]
-            lines += _wrapped(f"{count_line(method)}. A run's score: {method.method.score.describe()}.")
-            for table in method_tables(method):
-                lines += ["", *markdown_table(table)]
-            if method.absent:
-                lines += ["", *_wrapped("Without a score: " + "; ".join(absent_lines(method)) + ".")]
-        if report.sources:
-            lines += ["", "Published values:", ""]
-            for source in report.sources:
-                first, *rest = _wrapped(source, 116)
-                lines += [f"- {first}", *(f"  {line}" for line in rest)]
-    return "\n".join(lines) + "\n"
-
-
-def markdown_table(table: Table) -> list[str]:
-    align = ["---:" if column in table.right else "---" for column in range(len(table.header))]
-    rows = [table.header, align, *table.rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-
-
-def _wrapped(text: str, width: int = 118) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def _relative(path: Path, place: Path) -> str:
-    import os
-
-    return Path(os.path.relpath(path, place.resolve().parent)).as_posix()
-
-
-# --- Command ---
-
-
-def suite_folders(names: Sequence[str], results: Path | None) -> list[tuple[Suite, SuiteFolder]]:
-    """Return the suites and their results folders: DIR/NAME below `results`, or DIR itself for one suite."""
-    from rl_lab.tools.suite.command import default_folder
-
-    found = []
-    for name in names:
-        suite = load_suite(name)
-        if results is None:
-            path = default_folder(name)
-        else:
-            direct = len(names) == 1 and (results / "results").is_dir()
-            path = results if direct else results / suite.name
-        found.append((suite, SuiteFolder(path)))
-    return found
-
-
-def write_suite_report(
-    names: Sequence[str],
-    *,
-    results: Path | None = None,
-    out: Path | None = None,
-    markdown_file: Path | None = None,
-) -> list[Path]:
-    """Write one page per suite, and with `markdown_file` one Markdown file with all of them; return the paths."""
-    written, reports = [], []
-    for suite, folder in suite_folders(names, results):
-        report = load_report(suite, folder)
-        reports.append(report)
-        if markdown_file is None or out is not None:
-            target = (out / suite.name if out and len(names) > 1 else out) or folder.path / "report"
-            target.mkdir(parents=True, exist_ok=True)
-            written.append(write_page(build_page(report, target), target / "index.html"))
-        else:
-            draw_curves(report, folder.path / FIGURE)
-    if markdown_file is not None:
-        where = f" --results {results.as_posix()}" if results else ""
-        command = f"rl-lab report --suite {' '.join(names)}{where} --markdown {markdown_file.as_posix()}"
-        markdown_file.parent.mkdir(parents=True, exist_ok=True)
-        markdown_file.write_text(markdown(reports, markdown_file, command), encoding="utf-8")
-        written.append(markdown_file)
-    return written

@@ -1,7 +1,7 @@
 """Takes finished runs into the results folder of a suite, so that they count as done.
 
 Two kinds of files: results of another suite folder, and the JSON files that scripts/dev/keep_result.py keeps in
-docs/results.
+docs/results. Of the latter, the command says which method the run is of, or the key `suite_method`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def kept_result(suite: Suite, file: Path, kept: Mapping[str, Any]) -> dict[str, 
     """Convert a JSON file of scripts/dev/keep_result.py."""
     words = shlex.split(str(kept.get("command", "")).partition(";")[0])
     given = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
-    method = _method(suite, file, words, given)
+    method = _named_method(suite, file, kept) or _method(suite, file, words, given)
     task = given.get("environment.task", method.tasks[0])
     seed = int(given.get("experiment.seed", kept.get("seed", 0)))
     curve = _curve(file, kept)
@@ -98,6 +98,24 @@ def kept_result(suite: Suite, file: Path, kept: Mapping[str, Any]) -> dict[str, 
     }
 
 
+def _named_method(suite: Suite, file: Path, kept: Mapping[str, Any]) -> Method | None:
+    """Return the method that a kept result names with `suite_method`; None without that key.
+
+    It is for runs whose command says something else today: of a script, or of an experiment that has changed since.
+    """
+    if "suite_method" not in kept:
+        return None
+    name = kept["suite_method"]
+    if name is None:
+        raise ConfigError(
+            f"{file}: suite_method is null: its experiment has changed since, and no suite has what it ran"
+        )
+    method = suite.method(str(name))
+    if method is None:
+        raise ConfigError(f"{file} is of method {name}, which suite {suite.name} does not have")
+    return method
+
+
 def _method(suite: Suite, file: Path, words: Sequence[str], given: Mapping[str, str]) -> Method:
     """Return the method that the command of a kept run is of."""
     own = {word.lstrip("+") for word in words if word.lstrip("+").startswith(OF_THE_METHOD)}
@@ -105,9 +123,11 @@ def _method(suite: Suite, file: Path, words: Sequence[str], given: Mapping[str, 
         wanted = {word.lstrip("+") for word in method.overrides if word.lstrip("+").startswith(OF_THE_METHOD)}
         if method.experiment == given.get("experiment") and wanted == own:
             return method
+    experiment = given.get("experiment")
+    named = f"experiment {experiment}" if experiment else "no experiment (its command names none)"
     raise ConfigError(
-        f"{file} is of experiment {given.get('experiment')} with {', '.join(sorted(own)) or 'its defaults'}, which no "
-        f"method of suite {suite.name} has"
+        f"{file} is of {named} with {', '.join(sorted(own)) or 'its defaults'}, which no method of suite "
+        f"{suite.name} has"
     )
 
 
@@ -136,11 +156,13 @@ def _training(kept: Mapping[str, Any], curve: Sequence[Mapping[str, float]]) -> 
 
 
 def _final(kept: Mapping[str, Any], frames: int) -> dict[str, Any] | None:
-    """Return the evaluation after training, preferring sampled actions."""
+    """Return the evaluation after training, preferring the last checkpoint and sampled actions."""
     found = kept.get("final_evaluations") or ({"one": kept["evaluation"]} if "evaluation" in kept else {})
     if not found:
         return None
-    chosen = next((item for item in found.values() if item.get("sample")), next(iter(found.values())))
+    chosen = max(
+        found.values(), key=lambda item: (item.get("checkpoint", "last") == "last", bool(item.get("sample")))
+    )
     keep = ("episodes", "step", "sample", "seed", "returns", "lengths", "return_mean", "return_std")
     return {key: chosen[key] for key in keep if key in chosen} | {"frames": frames}
 

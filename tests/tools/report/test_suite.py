@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from rl_lab.cli import main
-from rl_lab.errors import LabError
 from rl_lab.tools.published import CURVES, Task, benchmarks, normalisation, published_curves
-from rl_lab.tools.report import suite as suite_report
+from rl_lab.tools.report import suite_page
 from rl_lab.tools.report.suite import (
     Reference,
+    SuiteReport,
+    absent_lines,
     aggregates,
     load_report,
     method_tables,
@@ -23,10 +24,11 @@ from rl_lab.tools.report.suite import (
     verdict,
 )
 from rl_lab.tools.statistics import intervals
-from rl_lab.tools.suite.definition import Suite, load_suite, parse_suite
+from rl_lab.tools.suite.definition import Suite, load_suite, parse_suite, suite_names
 from rl_lab.tools.suite.results import SuiteFolder
 
 ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs" / "results"
 # Of published_curves.yaml, read in the authors' files at 100,000 frames (seeds 1, 2, 3).
 WALKER = [966.7, 947.7, 971.3]
 CHEETAH = [454.4, 613.8, 489.2]
@@ -188,7 +190,7 @@ def test_task_table(folder: SuiteFolder):
     assert rows["dog_run"][2:6] == ["50k (partial)", "12.0", "26.6 (7.6 to 39.1) at 100k", "–"]
     assert rows["walker_walk"][-2:] == ["10.0", "0.06"]
     assert report.counts == {"done": 6, "partial": 1, "failed": 1, "missing": 1}
-    assert report.absent == {"out of memory": ["dog_run seed 2"], "missing": ["dog_run seed 3"]}
+    assert report.absent == {"out of memory": {"dog_run": [2]}, "missing": {"dog_run": [3]}}
 
 
 def test_crafter_score_is_beside_the_published_ones(tmp_path: Path):
@@ -220,11 +222,11 @@ def test_crafter_score_is_beside_the_published_ones(tmp_path: Path):
     ]
     assert kept[-1].rows[0] == ["Dreamer kept", "78k", "not recorded"]
     assert any("symoon11/dreamerv3-flax" in source for source in report.sources)
-    assert "| DreamerV3 XL, published | 80k | 3 |" in suite_report.markdown([report], tmp_path / "r.md", "c")
+    assert "| DreamerV3 XL, published | 80k | 3 |" in suite_page.markdown([report], tmp_path / "r.md", "c")
     assert all(table.header[0] == "task" for table in method_tables(load_dmc(tmp_path).methods[0]))
 
 
-def load_dmc(path: Path) -> suite_report.SuiteReport:
+def load_dmc(path: Path) -> SuiteReport:
     folder = SuiteFolder(path / "control")
     add(folder, "dog_run", 1, 12.0, status="partial", frames=60_000, score_frames=50_000)
     return load_report(dmc_suite(), folder)
@@ -284,9 +286,47 @@ def test_wrong_options(words: list[str], says: str, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_suite_without_results(tmp_path: Path):
-    with pytest.raises(LabError, match="has no results: run rl-lab suite dmc_proprio first"):
-        load_report(load_suite("dmc_proprio"), SuiteFolder(tmp_path))
+def test_missing_runs_are_grouped_and_seeds_beside_the_plan_are_named(folder: SuiteFolder):
+    add(folder, "walker_walk", 0, 940.0)
+    suite = dmc_suite(tasks=["walker_walk", "dog_run", "hopper_hop", "fish_swim"])
+    (report,) = load_report(suite, folder).methods
+    assert absent_lines(report) == [
+        "out of memory: seed 2 of dog_run",
+        "missing: seed 3 of dog_run",
+        "missing: seeds 1, 2, 3 of hopper_hop, fish_swim",
+    ]
+    assert [result["name"] for result in report.unplanned][-1] == "tdmpc2.walker_walk.seed0"
+    assert "seed 0 of walker_walk (done)" in suite_page.unplanned_line(report)
+    assert report.counts == {"done": 3, "partial": 1, "failed": 1, "missing": 7}
+
+
+def test_suites_without_results(tmp_path: Path, capsys):
+    assert main(["report", "--suite", "dmc_proprio", "--results", str(tmp_path)]) == 1
+    assert f"{tmp_path / 'dmc_proprio'}: no results: run rl-lab suite dmc_proprio" in capsys.readouterr().err
+    add(SuiteFolder(tmp_path / "dmc_proprio"), "walker_walk", 1, 950.0)
+    words = ["--results", str(tmp_path), "--markdown", str(tmp_path / "r.md")]
+    assert main(["report", "--suite", "dmc_vision", "dmc_proprio", *words]) == 0
+    text = (tmp_path / "r.md").read_text()
+    assert "No results yet." in text and "missing: seed 1 of walker_walk, cheetah_run" in text
+    assert "TD-MPC2 (5m): 1 done, 29 missing of 30 runs" in text
+    assert not (tmp_path / "dmc_vision").exists()
+
+
+def test_panels_of_a_figure_are_environments(tmp_path: Path, monkeypatch):
+    """State and pixels of one task are two panels; published values far behind ours are only in the table."""
+    titles, drawn = [], []
+    monkeypatch.setattr(suite_page, "step_axis", lambda axes, ticks: titles.append(axes.get_title()))
+    draw = suite_page._draw_reference
+    monkeypatch.setattr(
+        suite_page, "_draw_reference", lambda axes, ref, *rest: drawn.append((ref, draw(axes, ref, *rest)))
+    )
+    report = load_report(load_suite("dreamer_settings"), SuiteFolder(DOCS / "suites" / "dreamer_settings"))
+    assert suite_page.draw_curves(report, tmp_path / "a.png")
+    assert titles == ["walker_walk (proprio)", "walker_walk (vision)"] and all(shown for _, shown in drawn)
+    drawn.clear()
+    report = load_report(load_suite("carracing"), SuiteFolder(DOCS / "suites" / "carracing"))
+    assert suite_page.draw_curves(report, tmp_path / "b.png")
+    assert [(ref.frames, shown) for ref, shown in drawn] == [(25_000_000, False)]
 
 
 def test_results_page_is_what_the_report_writes(tmp_path: Path, monkeypatch):
@@ -297,9 +337,10 @@ def test_results_page_is_what_the_report_writes(tmp_path: Path, monkeypatch):
     names = words[: words.index("--results")]
     reports = [
         load_report(suite, folder)
-        for suite, folder in suite_report.suite_folders(names, Path("docs/results/suites"))
+        for suite, folder in suite_page.suite_folders(names, Path("docs/results/suites"))
     ]
-    assert sorted(names) == sorted(path.name for path in Path("docs/results/suites").iterdir())
+    assert names == ["all"] and {report.suite.name for report in reports} == set(suite_names())
+    assert {path.name for path in Path("docs/results/suites").iterdir()} <= set(suite_names())
     command = f"rl-lab report --suite {' '.join(words)}"
-    assert suite_report.markdown(reports, Path("docs/results.md"), command) == text
+    assert suite_page.markdown(reports, Path("docs/results.md"), command) == text
     assert os.path.getsize(CURVES) < 50_000
