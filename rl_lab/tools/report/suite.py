@@ -61,8 +61,14 @@ class TaskResult:
         return int(max((result.get("score_frames") or 0 for result in self.results), default=0))
 
     @property
+    def updates(self) -> int:
+        return int(max((result.get("updates") or 0 for result in self.results), default=0))
+
+    @property
     def shown_frames(self) -> str:
-        """The frames, or their range where the runs differ."""
+        """The frames, or their range where the runs differ; the updates of runs on stored data alone."""
+        if not self.frames and self.updates:
+            return f"{short(self.updates)} updates"
         fewest = int(min((result.get("score_frames") or 0 for result in self.results), default=0))
         same = self.frames - fewest <= SAME_FRAMES * self.frames
         return short(self.frames) if same else f"{short(fewest)} to {short(self.frames)}"
@@ -137,7 +143,7 @@ def _method_report(method: Method, results: Sequence[dict[str, Any]]) -> MethodR
             continue
         task = Task.from_config({**kinds, "environment.task": name})
         row = TaskResult(task, name, tuple(chosen), DONE if complete else PARTIAL)
-        found = tuple(references(task, method.published, row.frames))
+        found = tuple(references(task, method.published, row.frames, method.score.metric))
         report.tasks.append(TaskResult(task, name, tuple(chosen), row.status, found))
     return report
 
@@ -218,7 +224,9 @@ def task_table(report: MethodReport) -> Table:
             )
             cells += [spread(found.values) + at, place]
         if final:
-            means = [r["final_evaluation"]["return_mean"] for r in row.results if r.get("final_evaluation")]
+            metric = report.method.score.metric
+            finals = [r["final_evaluation"] for r in row.results if r.get("final_evaluation")]
+            means = [found[metric] for found in finals if metric in found]
             cells.append(spread(means) if means else NONE)
         seconds = [result["seconds"] for result in row.results if result.get("seconds")]
         hours = [result["gpu_hours"] for result in row.results if result.get("gpu_hours")]

@@ -68,7 +68,8 @@ def draw_curves(report: SuiteReport, path: Path) -> bool:
                     curves = [curve_of(result, method.method) for result in row.results]
                     draw_seeds(axes, curves, color, faint=False, label=None)
                     for ref in row.references:
-                        if _draw_reference(axes, ref, row.frames, markers[ref.agent]):
+                        end = row.frames if ref.frames else row.updates  # 0: trained on stored data alone
+                        if _draw_reference(axes, ref, end, markers[ref.agent]):
                             drawn[ref.agent] = markers[ref.agent]
                 same = names.count(task.name) > 1 and task.observe
                 axes.set_title(f"{task.name} ({task.observe})" if same else task.name)
@@ -81,7 +82,7 @@ def _draw_reference(axes: Any, reference: Reference, frames: int, marker: str) -
     """Plot the published points up to ours, and the nearest one unless it is far behind, with their range over seeds."""
     points = {at: values for at, values in reference.curve.items() if at <= frames}
     if reference.frames <= PUBLISHED_REACH * max(frames, 1):
-        points[reference.frames] = list(reference.values)
+        points[reference.frames or frames] = list(reference.values)
     for at, values in points.items():
         mean = float(np.mean(values))
         reach = [[mean - min(values)], [max(values) - mean]]
@@ -101,14 +102,16 @@ def _suite_legend(figure: Any, named: dict[str, str], drawn: dict[str, str]) -> 
 
 
 def curve_of(result: dict[str, Any], method: Method) -> Curve:
-    """Return the learning curve of a run: the episodes that its score is made of."""
+    """Return the learning curve of a run over frames (stored data alone: updates): what its score is made of."""
     first, second = ("training_episodes", "evaluations")
     if method.score.source == "eval":
         first, second = second, first
-    points = result.get(first) or result.get(second) or []
+    metric = method.score.metric
+    points = [point for point in result.get(first) or result.get(second) or [] if metric in point]
+    frames = any(point["frames"] for point in points)
     return Curve(
-        np.array([point["frames"] for point in points], dtype=np.float64),
-        np.array([point["return_mean"] for point in points], dtype=np.float64),
+        np.array([point["frames" if frames else "updates"] for point in points], dtype=np.float64),
+        np.array([point[metric] for point in points], dtype=np.float64),
     )
 
 
@@ -166,9 +169,10 @@ def markdown(reports: Sequence[SuiteReport], place: Path, command: str) -> str:
         "# Results by suite",
         "",
         f"Made by `{command}`; not edited by hand.",
-        "Scores are returns: the mean over seeds, with the range over seeds. *inside*, *above*, *below*: our mean against",
-        "the range of the published seeds at equal frames. Each run has a JSON file with its curve, config, command,",
-        "commit and machine in the folder that the section names. [log.md](log.md) has single experiments.",
+        "Scores are mean returns unless the section names another statistic; a table has their mean over seeds, with the",
+        "range. *inside*, *above*, *below*: our mean against the range of the published seeds at equal frames. Each run has",
+        "a JSON file with its curve, config, command, commit and machine in the folder that the section names.",
+        "[log.md](log.md) has single experiments.",
     ]
     for report in reports:
         folder = _relative(report.folder.results, place)

@@ -12,6 +12,7 @@ import yaml
 
 from rl_lab.config.compose import CONFIG_FOLDER, search_folders
 from rl_lab.errors import ConfigError, closest, one_line, reject_unknown, require_choice
+from rl_lab.tools.published import RETURN
 
 # A suite has methods; a method is an experiment with overrides, on tasks × seeds, for a number of frames:
 #
@@ -26,7 +27,8 @@ from rl_lab.errors import ConfigError, closest, one_line, reject_unknown, requir
 #       evaluate: {every_frames: 25000, episodes: 10}
 #       checkpoint: {every_frames: 25000}
 #       final: {episodes: 20}            # new episodes after training; null: none
-#       score: {from: eval}              # eval (last evaluation) | final | train (episodes of the last `window` frames)
+#       score: {from: eval}              # eval (last evaluation) | final | train (episodes of the last `window` frames);
+#                                        # metric: another statistic of episodes than return_mean; last: evaluations
 #       published: [random]              # agents of tools/published.yaml to compare with
 #       each: {per_gpu: 4, gpu_gib: 8, host_gib: 6, cores: 2}     # what one run needs; per_gpu: at most
 
@@ -50,13 +52,18 @@ class Score:
 
     source: str = "eval"
     window: int = 0  # frames; of source "train"
+    metric: str = (
+        RETURN  # the mean of this statistic over the episodes, as logged: eval/<metric>, collect/<metric>
+    )
+    last: int = 1  # evaluations; of source "eval"
 
     def describe(self) -> str:
-        return {
-            "eval": "the last evaluation during training",
+        episodes = {
+            "eval": f"the last {f'{self.last} evaluations' if self.last > 1 else 'evaluation'} during training",
             "final": "new episodes after training",
             "train": f"training episodes that ended in the last {self.window:,} frames",
         }[self.source]
+        return episodes if self.metric == RETURN else f"{self.metric} of {episodes}"
 
 
 @dataclass(frozen=True)
@@ -194,8 +201,14 @@ def _parse_method(where: str, name: str, node: Any, overrides: Sequence[str]) ->
     for task in task_frames:
         require_choice(f"{where}.frames: task", task, tasks)
     score = dict(node.get("score") or {"from": "eval"})
-    reject_unknown(f"{where}.score", score, ("from", "window"))
+    reject_unknown(f"{where}.score", score, ("from", "window", "metric", "last"))
     require_choice(f"{where}.score.from", score.get("from"), SCORES)
+    metric = score.get("metric", RETURN)
+    if not isinstance(metric, str) or not metric:
+        raise ConfigError(f"{where}.score.metric must be the name of a statistic of episodes, not {metric!r}")
+    last = _count(f"{where}.score.last", score.get("last", 1))
+    if last > 1 and score["from"] != "eval":
+        raise ConfigError(f"{where}.score.last counts evaluations: it needs from: eval")
     if score["from"] == "train":
         _count(f"{where}.score.window", score.get("window"))
     final = node.get("final")
@@ -213,7 +226,7 @@ def _parse_method(where: str, name: str, node: Any, overrides: Sequence[str]) ->
         evaluate=_counts(f"{where}.evaluate", node.get("evaluate"), ("every_frames", "episodes")),
         checkpoint=_counts(f"{where}.checkpoint", node.get("checkpoint"), ("every_frames",)),
         final=_counts(f"{where}.final", final, ("episodes", "envs")) if final else None,
-        score=Score(score["from"], int(score.get("window") or 0)),
+        score=Score(score["from"], int(score.get("window") or 0), metric, last),
         published=tuple(node.get("published") or ()),
         each=_needs(f"{where}.each", node.get("each") or {}),
     )

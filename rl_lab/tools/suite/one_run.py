@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_lab.errors import LabError, RunLockedError
+from rl_lab.tools.published import RETURN
 from rl_lab.utils.files import read_json, write_json_atomic
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
@@ -117,6 +118,11 @@ def _evaluate(job: dict[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in result.items() if key in keep or key.startswith("return_")}
     if "crafter_score" in result:
         found["crafter_score"] = result["crafter_score"]
+    metric = str(job.get("metric", RETURN))
+    if metric not in found:
+        if f"log/{metric}" not in result:
+            raise LabError(f"score.metric is {metric}, which episodes of {result['task']} do not log")
+        found[metric] = result[f"log/{metric}"]
     return {**found, "frames": int(result["step"]) * repeat}
 
 

@@ -27,6 +27,7 @@ import yaml
 
 from rl_lab.environments.suites.crafter import crafter_score
 from rl_lab.errors import CheckpointError, ConfigError, LabError
+from rl_lab.tools.published import RETURN
 from rl_lab.tools.suite.definition import Planned, Score, Suite
 from rl_lab.utils.files import json_safe, read_json, read_jsonl, write_json_atomic
 from rl_lab.utils.untrusted import LinkError, check_links, control_characters, strings
@@ -220,6 +221,7 @@ def build_result(
         "score": score,
         "score_frames": score_frames,
         "score_from": planned.method.score.describe(),
+        "score_metric": planned.method.score.metric,
         "frames": frames,
         "budget_frames": planned.frames,
         "steps": int(max((float(row.get("step") or 0) for row in rows), default=0)),
@@ -227,8 +229,10 @@ def build_result(
         "seconds": round(seconds, 1),
         # A run beside n - 1 others on a GPU takes an n-th of its time.
         "gpu_hours": round(sum(float(segment["gpu_seconds"]) for segment in segments) / 3600, 4),
-        "evaluations": evaluations(rows),
-        "training_episodes": training_episodes(rows, max(1, (planned.frames or frames or 1) // CURVE_POINTS)),
+        "evaluations": evaluations(rows, planned.method.score.metric),
+        "training_episodes": training_episodes(
+            rows, max(1, (planned.frames or frames or 1) // CURVE_POINTS), planned.method.score.metric
+        ),
         "final_evaluation": final,
         "command": facts.get("command"),
         "commit": facts.get("commit"),
@@ -251,42 +255,48 @@ def run_score(
 ) -> tuple[float | None, int | None]:
     """Return the score of a run and the frames at which it counts."""
     if score.source == "final" and final is not None:
-        return float(final["return_mean"]), int(final["frames"])
+        return float(final[score.metric]), int(final["frames"])
     if score.source == "train":
         end = int(max((float(row.get("frames") or 0) for row in rows), default=0))
-        recent = _episodes(rows, since=end - score.window)
+        recent = _episodes(rows, since=end - score.window, metric=score.metric)
         count = sum(number for _, _, number in recent)
         return (sum(mean * number for _, mean, number in recent) / count if count else None), end
-    points = [
-        (int(row["frames"]), float(row["eval/return_mean"])) for row in rows if "eval/return_mean" in row
-    ]
-    return (points[-1][1], points[-1][0]) if points else (None, None)
+    key = f"eval/{score.metric}"
+    points = [(int(row["frames"]), float(row[key])) for row in rows if key in row][-score.last :]
+    return (sum(value for _, value in points) / len(points), points[-1][0]) if points else (None, None)
 
 
-def evaluations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Return the evaluations during training: frames, mean and standard deviation of the returns."""
+def evaluations(rows: Sequence[Mapping[str, Any]], metric: str = RETURN) -> list[dict[str, float]]:
+    """Return the evaluations during training: frames, updates, mean and standard deviation of returns, the metric."""
     return [
         {
             "frames": int(row["frames"]),
+            "updates": int(row.get("updates") or 0),
             "return_mean": float(row["eval/return_mean"]),
             "return_std": float(row.get("eval/return_std", 0.0)),
+            **({metric: float(row[f"eval/{metric}"])} if f"eval/{metric}" in row else {}),
         }
         for row in rows
         if "eval/return_mean" in row
     ]
 
 
-def training_episodes(rows: Sequence[Mapping[str, Any]], width: int) -> list[dict[str, float]]:
-    """Return the mean return of the training episodes that ended in each interval of `width` frames."""
-    sums: dict[int, list[float]] = {}
-    for frames, mean, number in _episodes(rows):
-        total = sums.setdefault(-(-frames // width) * width, [0.0, 0.0])
-        total[0] += mean * number
-        total[1] += number
-    return [
-        {"frames": end, "return_mean": total / number, "episodes": int(number)}
-        for end, (total, number) in sorted(sums.items())
-    ]
+def training_episodes(
+    rows: Sequence[Mapping[str, Any]], width: int, metric: str = RETURN
+) -> list[dict[str, float]]:
+    """Return the mean return (and metric) of the training episodes that ended in each interval of `width` frames."""
+    found: dict[int, dict[str, float]] = {}
+    for name in dict.fromkeys((RETURN, metric)):
+        sums: dict[int, list[float]] = {}
+        for frames, mean, number in _episodes(rows, metric=name):
+            total = sums.setdefault(-(-frames // width) * width, [0.0, 0.0])
+            total[0] += mean * number
+            total[1] += number
+        for end, (total, number) in sums.items():
+            point = found.setdefault(end, {"frames": end})
+            point[name] = total / number
+            point.setdefault("episodes", int(number))
+    return [point for _, point in sorted(found.items())]
 
 
 def mean_of_episodes(rows: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, float]:
@@ -306,16 +316,20 @@ def mean_of_episodes(rows: Sequence[Mapping[str, Any]], prefix: str) -> dict[str
     return {key: total / number for key, (total, number) in sums.items() if number}
 
 
-def _episodes(rows: Sequence[Mapping[str, Any]], since: float = -1.0) -> list[tuple[int, float, float]]:
-    """Return (frames, mean return, number of episodes) of each log line with finished training episodes."""
+def _episodes(
+    rows: Sequence[Mapping[str, Any]], since: float = -1.0, metric: str = RETURN
+) -> list[tuple[int, float, float]]:
+    """Return (frames, mean of the metric, number of episodes) of each log line with finished training episodes."""
     found = []
     before = 0.0  # episodes so far: a line's mean is over the episodes since the previous one
     for row in rows:
-        mean = row.get("collect/return_mean")
-        if mean is None:
+        if row.get("collect/return_mean") is None:
             continue
         number = float(row["collect/episodes"]) - before
         before = float(row["collect/episodes"])
+        mean = row.get(f"collect/{metric}")
+        if mean is None:
+            continue
         if float(row["frames"]) > since and number > 0:
             found.append((int(row["frames"]), float(mean), number))
     return found

@@ -216,6 +216,7 @@ class SuiteRunner:
             },
             "counts": {"training.evaluate.episodes": method.evaluate.get("episodes")},
             "final": dict(method.final) if method.final else None,
+            "metric": method.score.metric,
             "weights": str(self.folder.weights / planned.name) if self.weights else None,
             "commit": self.commit,
         }
@@ -323,7 +324,8 @@ class SuiteRunner:
         share = f"{frames / planned.frames:.0%}" if planned.frames else short(frames)
         last: Mapping[str, Any] = next((r for r in reversed(rows) if "time/updates_per_second" in r), {})
         speed = f" {last['time/updates_per_second']:.0f}/s" if last else ""
-        scores = [row["eval/return_mean"] for row in rows if "eval/return_mean" in row]
+        metric = f"eval/{planned.method.score.metric}"
+        scores = [row[metric] for row in rows if metric in row]
         return f"{name} {share}{speed}" + (f" ({number(scores[-1])})" if scores else "")
 
     def _clock(self) -> str:

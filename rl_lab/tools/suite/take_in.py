@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_lab.errors import ConfigError, LabError, one_line
+from rl_lab.tools.published import RETURN
 from rl_lab.tools.suite.definition import Method, Planned, Suite
 from rl_lab.tools.suite.results import DONE, FORMAT, PARTIAL, SuiteFolder, check_result, without_paths
 from rl_lab.utils.files import read_json
@@ -60,6 +61,10 @@ def kept_result(suite: Suite, file: Path, kept: Mapping[str, Any]) -> dict[str, 
     curve = _curve(file, kept)
     frames = int(kept.get("frames") or max((row["frames"] for row in curve), default=0))
     budget = method.task_frames.get(task, method.frames)
+    if method.score.metric != RETURN:
+        raise ConfigError(
+            f"{file}: score.metric of {method.name} is {method.score.metric}; kept results have returns"
+        )
     planned = Planned(method, task, seed, budget)
     final = _final(kept, frames)
     episodes = _training(kept, curve)

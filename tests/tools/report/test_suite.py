@@ -226,6 +226,42 @@ def test_crafter_score_is_beside_the_published_ones(tmp_path: Path):
     assert all(table.header[0] == "task" for table in method_tables(load_dmc(tmp_path).methods[0]))
 
 
+def test_scores_of_demonstrations_are_over_updates(tmp_path: Path):
+    """Push-T: max_reward beside published values, which cost no frames either."""
+    suite, folder = load_suite("pusht"), SuiteFolder(tmp_path / "pusht")
+    for seed, score in ((1, 0.90), (2, 0.92)):
+        folder.write(
+            {
+                "name": f"diffusion_policy_state.keypoints.seed{seed}",
+                "method": "diffusion_policy_state",
+                "task": "keypoints",
+                "seed": seed,
+                "status": "done",
+                "score": score,
+                "score_frames": 0,
+                "frames": 0,
+                "updates": 200_000,
+                "evaluations": [
+                    {"frames": 0, "updates": at, "return_mean": 90.0, "max_reward": score}
+                    for at in (100_000, 200_000)
+                ],
+                "final_evaluation": {"return_mean": 91.0, "max_reward": 0.93},
+            }
+        )
+    report = load_report(suite, folder)
+    method = report.methods[0]
+    (row,) = task_table(method).rows
+    assert row[:4] == ["keypoints", "2", "200k updates", "0.91 (0.9 to 0.92)"]
+    header = task_table(method).header
+    assert row[header.index("Diffusion Policy (U-Net), published")] == "0.91"
+    assert row[header.index("new episodes")] == "0.93 (0.93 to 0.93)"
+    curve = suite_page.curve_of(method.tasks[0].results[0], method.method)
+    assert curve.x.tolist() == [100_000, 200_000] and curve.y.tolist() == [0.9, 0.9]
+    assert suite_page.draw_curves(report, tmp_path / "a.png")
+    text = suite_page.markdown([report], tmp_path / "r.md", "c")
+    assert "2 done, 1 missing of 3 runs. A run's score: max_reward of the last 10 evaluations" in text
+
+
 def load_dmc(path: Path) -> SuiteReport:
     folder = SuiteFolder(path / "control")
     add(folder, "dog_run", 1, 12.0, status="partial", frames=60_000, score_frames=50_000)

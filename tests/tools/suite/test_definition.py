@@ -28,7 +28,8 @@ def test_shipped_suites_compose(name: str):
         flat = flatten({"environment": OmegaConf.to_container(config.environment)})
         for task_name in method.tasks:
             task = Task.from_config({**flat, "environment.task": task_name})
-            agents = {row.agent for row in published(task)} | {row.agent for row in published_curves(task)}
+            agents = {row.agent for row in published(task, method.score.metric)}
+            agents |= {row.agent for row in published_curves(task)}
             assert set(method.published) <= agents, task
 
 
@@ -60,6 +61,15 @@ def test_a_task_may_have_its_own_budget():
         ({"score": {"from": "best"}}, "suite x: methods.m.score.from is 'best'"),
         ({"score": {"from": "train"}}, "suite x: methods.m.score.window must be an integer"),
         ({"score": {"from": "final"}}, "suite x: methods.m.score.from is final: add final"),
+        ({"score": {"from": "eval", "metric": 3}}, "suite x: methods.m.score.metric must be the name"),
+        (
+            {"score": {"from": "eval", "last": 0}},
+            "suite x: methods.m.score.last must be an integer of at least 1",
+        ),
+        (
+            {"score": {"from": "train", "window": 5, "last": 2}},
+            "suite x: methods.m.score.last counts evaluations",
+        ),
         ({"each": {"cores": 0}}, "suite x: methods.m.each.cores must be a number above 0"),
         ({"evaluate": {"every": 5}}, "suite x: methods.m.evaluate has an unknown key 'every'"),
     ],

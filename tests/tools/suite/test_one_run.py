@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl_lab.errors import RunLockedError
+from rl_lab.errors import LabError, RunLockedError
 from rl_lab.launch import pack
 from rl_lab.tools.suite import one_run
 from rl_lab.training import RunResult
@@ -90,3 +90,15 @@ def test_run_folder_that_is_still_saving_is_waited_for(tmp_path: Path, monkeypat
     with pytest.raises(RunLockedError):
         one_run.wait_for_lock(lambda: RunLock(tmp_path).acquire())
     held.release()
+
+
+def test_final_episodes_have_the_named_statistic(order, monkeypatch):
+    found = {"step": 0, "task": "pusht/keypoints", "episodes": 2, "return_mean": 9.0, "log/max_reward": 0.8}
+    monkeypatch.setattr("rl_lab.tools.evaluate.evaluate", lambda run, **options: found)
+    monkeypatch.setattr(one_run, "_action_repeat", lambda run_dir: 1)
+    kept = one_run._evaluate({**order, "metric": "max_reward"})
+    assert kept["max_reward"] == 0.8 and kept["return_mean"] == 9.0
+    with pytest.raises(
+        LabError, match=r"^score\.metric is success, which episodes of pusht/keypoints do not log"
+    ):
+        one_run._evaluate({**order, "metric": "success"})

@@ -37,6 +37,34 @@ def test_scores_by_hand():
     assert run_score(Score("eval"), ROWS[:2], None) == (None, None)
 
 
+def test_a_score_may_be_another_statistic_and_the_mean_of_evaluations(tmp_path: Path):
+    """Trained on stored data: no frames pass, and updates are the axis of the curve."""
+    rows = [
+        {"step": 0, "frames": 0, "updates": 10 * k, "eval/return_mean": 50.0, "eval/max_reward": 0.2 * k}
+        for k in (1, 2, 3)
+    ]
+    assert run_score(Score("eval", metric="max_reward"), rows, None) == (pytest.approx(0.6), 0)
+    assert run_score(Score("eval", metric="max_reward", last=2), rows, None) == (pytest.approx(0.5), 0)
+    assert run_score(Score("eval", metric="max_reward", last=9), rows, None) == (pytest.approx(0.4), 0)
+    assert run_score(Score("eval", metric="success"), rows, None) == (None, None)
+    final = {"return_mean": 3.0, "max_reward": 0.9, "frames": 0}
+    assert run_score(Score("final", metric="max_reward"), rows, final) == (0.9, 0)
+    suite = make_suite(["a"], [1], score={"from": "eval", "metric": "max_reward", "last": 2}, frames=None)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = build_result(suite, suite.runs()[0], tmp_path, status="done", facts={}, segments=[])
+    assert result["score_from"] == "max_reward of the last 2 evaluations during training"
+    assert [(point["updates"], point["max_reward"]) for point in result["evaluations"]] == [
+        (10, 0.2),
+        (20, 0.4),
+        (30, pytest.approx(0.6)),
+    ]
+    # Statistics of training episodes: only the last two log lines have this one.
+    logged = [dict(row) for row in ROWS]
+    logged[2]["collect/success"], logged[4]["collect/success"] = 0.5, 1.0
+    assert run_score(Score("train", 200, "success"), logged, None) == ((3 * 0.5 + 1.0) / 4, 400)
+    assert [point.get("success") for point in training_episodes(logged, 200, "success")] == [None, 0.625]
+
+
 def test_training_curve_by_hand():
     assert training_episodes(ROWS, 200) == [
         {"frames": 200, "return_mean": 1.0, "episodes": 2},
@@ -67,7 +95,7 @@ def test_result_of_a_run_folder(tmp_path: Path):
     facts = {"command": "rl-lab train", "commit": "abc", "machine": {"gpu": "x"}}
     result = build_result(suite, suite.runs()[0], tmp_path, status="partial", facts=facts, segments=segments)
     assert (result["frames"], result["steps"], result["updates"]) == (400, 200, 4)
-    assert result["evaluations"] == [{"frames": 300, "return_mean": 7.0, "return_std": 2.0}]
+    assert result["evaluations"] == [{"frames": 300, "updates": 3, "return_mean": 7.0, "return_std": 2.0}]
     assert (result["seconds"], result["gpu_hours"]) == (90.0, 0.005)
     assert result["config"] == {"experiment": {"seed": 1}} and result["commit"] == "abc"
     empty = build_result(
