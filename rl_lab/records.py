@@ -141,8 +141,9 @@ class BatchSpec:
                        boundary; rows beyond it are zero, with `mask` False. pad="both" places the window at
                        random around any row (buffers/episodes only).
     least:    real rows that a padded sequence has at least; 2: every sequence has a transition.
-    sampler:  "uniform", "online" (new sequences first, then uniform), or another sampler of the buffer; the
-              part after a colon names the consumer whose counts it uses ("episodes:world_model").
+    sampler:  "uniform", "online" (new sequences first, then uniform), "first" (sequences begin with the first
+              row of an episode), or another sampler of the buffer; the part after a colon names the consumer
+              whose counts it uses ("episodes:world_model").
     keys:     columns to fetch; None fetches all.
     """
 

@@ -7,18 +7,25 @@
 #
 #   scripts/og_wm_carracing.sh check RUN               every stage at its smallest, in seconds: does it run here?
 #   scripts/og_wm_carracing.sh networks RUN            collect, train V and M; RUN/weights has them, under 16 MiB a file
-#   scripts/og_wm_carracing.sh evolve RUN              evolve the controller on RUN/weights
+#   scripts/og_wm_carracing.sh evolve RUN              evolve the controller on RUN/weights; RUN/state has V, M,
+#                                                      CMA-ES and the curve after it, under 16 MiB a file
 #   scripts/og_wm_carracing.sh score RUN               20 tracks that evolution never saw; RUN/result has what to keep
 #
-# Given again, a step goes on where it was. Words of this script, with what they are without one:
+# Given again, a step goes on where it was. On another machine, copy RUN/weights there before the first `evolve`, and
+# RUN/state before each further one: evolution continues bit for bit, with the population that it began with. V and M
+# train on fresh rollouts with `networks OTHER load.path=RUN/weights.pt experiment.seed=2`.
+#
+# Words of this script, with what they are without one:
 #   backend=auto       envpool where it is installed, else gymnasium
 #   workers=           processes that step environments; all cores but two
 #   budget=            seconds of the step; at their end evolution stops, saved. `all` spends 1,000
 #   tracks=8           that each candidate drives, as in the preset; the kept result of 13 minutes had 2
-# All others go to `rl-lab train`, such as algorithm.stages.collect_steps=100000, or with -- to `rl-lab eval`.
+# All others go to `rl-lab train`, such as algorithm.stages.collect_steps=100000, or with -- to `rl-lab eval`. A call
+# that continues `evolve` has the config of the first one.
 #
-# The sizes here: 250,000 frames (500 random rollouts), 20,000 updates of V and 2,500 of M, reckoned at three minutes with
-# a GPU and ten cores; four candidates a worker, the same tracks for all.
+# The sizes here: 250,000 frames (250 random rollouts of 1,000 steps), 20,000 updates of V and 2,500 of M on whole
+# rollouts; four candidates a worker, the same tracks for all. With rollouts of 500 steps and M on 199 of them, V and M
+# took three minutes with a GPU and ten cores; M on whole rollouts is not measured yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 step=${1:?all, check, networks, evolve or score} run=${2:?a folder for the run}
@@ -62,24 +69,31 @@ check() {
 }
 
 networks() {
-  if [ -f "$run/weights/weights_0.pt" ]; then return; fi
+  if [ -f "$run/weights/parts.json" ]; then return; fi
   say "networks with $backend, $workers workers"
   "${train[@]}" phases=og_wm_networks run_dir="$run/networks" environment.num_envs=$((4 * workers)) \
-    algorithm.stages.time_limit=500 algorithm.batch_length=199 \
     algorithm.stages.collect_steps=250000 algorithm.stages.vae_updates=20000 algorithm.stages.mdn_updates=2500 \
     buffers.replay.capacity=300000 training.checkpoint.every_cycles=25 training.report.every_cycles=1000 "${words[@]}"
-  "$python" scripts/split_weights.py split "$run/networks" "$run/weights"
+  "$python" scripts/split_run.py split "$run/networks" "$run/weights" --weights
 }
 
 # evolve SECONDS
 evolve() {
   say "evolve with $backend, $workers workers, $1 seconds (0: no limit)"
-  "$python" scripts/split_weights.py join "$run/weights" "$run/weights.pt"
-  limited "$1" "${train[@]}" phases=og_wm_evolve run_dir="$run/evolve" load.path="$run/weights.pt" \
-    environment.num_envs=1 environment.eval.num_envs=$((2 * workers)) buffers.replay.capacity=1000 \
-    algorithm.evolution.population=$((4 * workers)) algorithm.evolution.episodes="$tracks" \
-    algorithm.evolution.num_envs=$((4 * workers)) algorithm.stages.evaluate_every=5 \
-    training.evaluate.episodes=$((2 * workers)) "${words[@]}"
+  if [ -f "$run/state/parts.json" ]; then "$python" scripts/split_run.py join "$run/state" "$run/evolve" --newer; fi
+  if compgen -G "$run/evolve/checkpoints/step_*.json" >/dev/null; then
+    limited "$1" "$python" -m rl_lab resume "$run/evolve" "environment.workers=$workers" \
+      "++environment.eval.workers=$workers"
+  else
+    rm -f "$run/weights.pt"
+    "$python" scripts/split_run.py join "$run/weights" "$run/weights.pt"
+    limited "$1" "${train[@]}" phases=og_wm_evolve run_dir="$run/evolve" load.path="$run/weights.pt" \
+      environment.num_envs=1 environment.eval.num_envs=$((2 * workers)) buffers.replay.capacity=1000 \
+      algorithm.evolution.population=$((4 * workers)) algorithm.evolution.episodes="$tracks" \
+      algorithm.evolution.num_envs=$((4 * workers)) algorithm.stages.evaluate_every=5 \
+      training.evaluate.episodes=$((2 * workers)) "${words[@]}"
+  fi
+  "$python" scripts/split_run.py split "$run/evolve" "$run/state"
 }
 
 # score of WHICH (best, last) with BACKEND
@@ -98,7 +112,7 @@ pack() {
 score() {
   mkdir -p "$run/scores" "$run/result"
   score_one best "$backend"
-  "$python" scripts/split_weights.py split "$run/evolve/checkpoints/best.pt" "$run/result"
+  "$python" scripts/split_run.py split "$run/evolve/checkpoints/best.pt" "$run/result" --weights
   pack
   score_one last "$backend" || say "no score of the last"
   if [ "$backend" != gymnasium ]; then score_one best gymnasium || say "no score with gymnasium"; fi

@@ -127,6 +127,34 @@ class EndsSampler(UniformSampler):
         return stream, np.clip(start, ring.oldest, ring.cursor - self._needed)
 
 
+class FirstRowSampler(UniformSampler):
+    """Draws episodes, all equally often: each sequence begins with the first row of its episode.
+
+    Episodes whose first row was overwritten are not drawn.
+    """
+
+    def __init__(self, ring: Ring, spec: BatchSpec) -> None:
+        if spec.boundary == "cross" or (spec.boundary == "pad" and spec.pad != "right"):
+            raise ConfigError("sampler 'first' needs boundary 'within', or 'pad' with padding on the right")
+        super().__init__(ring, spec)
+
+    def available(self) -> int:
+        return len(self._starts()[0])
+
+    def draw(self, count: int, generator: torch.Generator) -> Starts:
+        stream, start = self._starts()
+        pick = torch.randint(len(stream), (count,), generator=generator).numpy()
+        return stream[pick], start[pick]
+
+    def _starts(self) -> Starts:
+        ring = self._ring
+        start = ring.oldest + np.arange(self._candidates())
+        stream, which = np.nonzero(ring.age[:, start % ring.capacity] == 0)
+        start = start[which]
+        fits = ring.unbroken(stream, start, self._needed)
+        return stream[fits], start[fits]
+
+
 class OnlineQueue:
     """Queue of new segments, oldest first.
 
@@ -217,6 +245,7 @@ SAMPLERS: dict[str, SamplerFactory] = {
     "uniform": UniformSampler,
     "online": OnlineSampler,
     "ends": EndsSampler,
+    "first": FirstRowSampler,
 }
 
 

@@ -166,3 +166,28 @@ def test_ends_sampler_moves_sequences_back_to_the_end() -> None:
     assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
     with pytest.raises(ConfigError, match="sampler 'ends' needs boundary 'cross'"):
         buffer.sample(BatchSpec(size=2, length=5, boundary="within", sampler="ends"), generator=seeded())
+
+
+def test_first_draws_whole_episodes_equally_often() -> None:
+    """Episodes of 1 to 9 rows: every sequence begins one, also a short one, and none lost its first row."""
+    buffer = counter_buffer(0, num_streams=2, per_stream=24)
+    rows = [counter_rows(2, position) for position in range(40)]
+    many = {name: np.stack([row[name] for row in rows], axis=1) for name in rows[0]}
+    many["is_first"][:] = False
+    many["is_first"][0, [0, 5, 12, 18, 27, 36]] = True  # rows before 16 are overwritten
+    many["is_first"][1, [0, 17, 18, 39]] = True
+    buffer.add(many)
+    spec = BatchSpec(size=60, length=6, boundary="pad", sampler="first")
+    starts = draw_starts(buffer, spec, 30)
+    begins = [(0, 18), (0, 27), (0, 36), (1, 17), (1, 18), (1, 39)]
+    assert set(starts) == set(begins)
+    assert min(starts.count(start) for start in begins) > 200  # of 300 each
+    batch = buffer.sample(spec, generator=seeded(1))
+    real = {start: int(count) for start, count in zip(draw_starts(buffer, spec, 1), batch.mask.sum(1))}
+    assert {start: real[start] for start in begins} == dict(zip(begins, (6, 6, 4, 1, 6, 1)))
+    whole = BatchSpec(size=60, length=6, boundary="within", sampler="first")
+    assert set(draw_starts(buffer, whole, 5)) == {(0, 18), (0, 27), (1, 18)}
+    with pytest.raises(
+        ConfigError, match="sampler 'first' needs boundary 'within', or 'pad' with padding on the right"
+    ):
+        buffer.sample(BatchSpec(size=2, length=3, sampler="first"), generator=seeded())

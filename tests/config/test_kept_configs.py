@@ -34,6 +34,8 @@ CHANGED = {
     "dreamer_catch": {"training.report.every_env_steps"},
     "tdmpc2_pendulum": {"training.report.every_env_steps"},
     "tdmpc2_gym_mujoco": {"environment.size"},
+    "og_wm_carracing": {"algorithm.batch_length"},  # M sees whole rollouts
+    "og_wm_carracing_dream": {"algorithm.batch_length"},
     "iris_atari100k": {"training.evaluate.temperature"},  # 0.5, as its authors evaluate
     # As fast as before the tokenizer's action table got the authors' initial weights: twice as many policy updates.
     "delta_iris_catch": {
@@ -60,10 +62,13 @@ CHANGED_TINY = {
     "dreamer_cartpole": {"components.encoder._target_"},
     "dreamer_mpc_cartpole": {"components.encoder._target_"},
     "dreamer_catch": set[str](),
+    "og_wm_carracing": set[str](),
+    "og_wm_carracing_dream": set[str](),
     "tdmpc2_pendulum": set[str](),
 }
 ADDED = {"algorithm", "debug.fast_render", "debug.plain_batch.size", "debug.plain_batch.length"}
 ADDED |= {
+    "algorithm.sequences",  # World Models: as they were, but on CarRacing
     "training.on_side_failure",
     "components.encoder.keys",
     "components.vae.keys",
@@ -149,6 +154,8 @@ def test_values_are_kept(name: str, variant: str):
     changed = {path for path in new if path in old and new[path] != old[path]}
     expected = CHANGED.get(name, set())
     assert changed == (CHANGED_TINY.get(name, expected) if variant == "tiny" else expected)
+    if "algorithm.sequences" in new:
+        assert new["algorithm.sequences"] == ("start" if "carracing" in name else "anywhere")
     # What is gone: keys for all algorithms, that this one does not have.
     gone = {path for path in old if path not in new}
     allowed = {*FOR_ALL, *UNREAD.get(name, ())}

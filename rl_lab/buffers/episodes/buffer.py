@@ -28,6 +28,7 @@ from rl_lab.buffers.episodes.samplers import (
     EndsSampler,
     EpisodeCountSampler,
     Episodes,
+    FirstRowsOfEpisodes,
     OnlineEpisodes,
     UniformEpisodes,
 )
@@ -49,6 +50,7 @@ SAMPLERS: dict[str, SamplerFactory] = {
     "online": OnlineEpisodes,
     "episodes": EpisodeCountSampler,
     "ends": EndsSampler,
+    "first": FirstRowsOfEpisodes,
 }
 ROWS_ARE_READ_ONLY = (
     "buffer=episodes cannot change rows on disk; for a hook of kind transform use buffer=world_model_sequence or "

@@ -473,6 +473,42 @@ class EndsSampler:
         pass
 
 
+class FirstRowsOfEpisodes:
+    """Draws episodes, all equally often: each sequence begins with the first row of its episode."""
+
+    def __init__(self, episodes: Episodes, spec: BatchSpec) -> None:
+        if spec.boundary == "cross" or (spec.boundary == "pad" and spec.pad != "right"):
+            raise ConfigError("sampler 'first' needs boundary 'within', or 'pad' with padding on the right")
+        self._episodes, self._window = episodes, Window(spec)
+
+    def available(self) -> int:
+        return len(self._long_enough())
+
+    def draw(self, count: int, generator: torch.Generator) -> Draw:
+        numbers = self._long_enough()
+        pick = torch.randint(len(numbers), (count,), generator=generator).numpy()
+        return numbers[pick], np.zeros(count, dtype=np.int64)
+
+    def _long_enough(self) -> np.ndarray:
+        """Return the numbers of the stored episodes, and of the open ones, that have the rows it needs."""
+        table = self._episodes.table
+        stored = table.first + np.flatnonzero(self._window.choices(table.column("rows")) > 0)
+        opened = -1 - np.flatnonzero(self._window.choices(self._episodes.open_rows()) > 0)
+        return np.concatenate([stored, opened]).astype(np.int64)
+
+    def undo(self) -> None:
+        """Nothing to undo: the sampler has no state."""
+
+    def on_add(self, position: int, is_first: np.ndarray) -> None:
+        """Nothing to do: the starts are computed from the episodes."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
 def require_one_episode(spec: BatchSpec) -> None:
     if spec.boundary == "cross":
         raise ConfigError(

@@ -72,6 +72,7 @@ class WorldModelsSettings(Settings):
     dream_context: int
     evolution: EvolutionSettings
     grad_acc_steps: int = 1
+    sequences: Literal["start", "anywhere"] = "anywhere"  # as in runs from before the key
     # For the parts and phases in the config.
     size: Size = INTERPOLATED
     kl_tolerance: float = INTERPOLATED

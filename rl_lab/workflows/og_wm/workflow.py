@@ -117,8 +117,9 @@ class OriginalWorldModelsWorkflow(WorldModelWorkflow):
         # `encode` reads the buffer itself. Its batch is the first one declared, which `report` gets.
         report = BatchSpec(REPORT_SEQUENCES, REPORT_ROWS, boundary="pad")
         images = BatchSpec(s.batch_size, 1, keys=tuple(f"obs/{key}" for key in self.vae.keys))
-        # L predictions need L + 1 rows. A sequence starts anywhere and ends with its episode.
-        sequences = BatchSpec(s.batch_size, s.batch_length + 1, boundary="pad", keys=codes)
+        # L predictions need L + 1 rows. A sequence ends with its episode.
+        sampler = "first" if s.sequences == "start" else "uniform"
+        sequences = BatchSpec(s.batch_size, s.batch_length + 1, boundary="pad", sampler=sampler, keys=codes)
         with_images = replace(sequences, keys=(*(images.keys or ()), *codes[2:]))
         starts = BatchSpec(s.evolution.episodes, s.dream_context, boundary="pad", pad="left", keys=codes)
         noise = NoiseSpec((s.batch_size, s.batch_length + 1, latent), "normal")

@@ -303,3 +303,21 @@ def test_invalid_settings(tmp_path: Path) -> None:
     for kind, given in ((EndsSampler, {"share": 1.5}), (EpisodeCountSampler, {"alpha": -1.0})):
         with pytest.raises(ConfigError, match=r"not (1\.5|-1)"):
             filled(tmp_path / kind.__name__, it=(kind, given)).ready(replace(COUNTED, sampler="it"))
+
+
+# ---------------------------------------------------------------- first
+
+
+def test_first_begins_episodes_equally_often(tmp_path: Path) -> None:
+    """Also the open episode, and with padding those that are shorter than the sequence."""
+    buffer = filled(tmp_path)
+    padded = BatchSpec(size=16, length=10, boundary="pad", sampler="first")
+    starts = dict.fromkeys(draw(buffer, padded, 100), 1 / len(draw(buffer, padded, 100)))
+    assert set(STARTS[:4]) <= set(starts) <= set(STARTS)
+    assert close_to(draw(buffer, padded, 100, seed=2), starts)
+    mask = buffer.sample(padded, generator=seeded(1)).mask
+    assert set(mask.sum(1).tolist()) <= {10, 5, 8, *range(1, 10)} and bool(mask[:, 0].all())
+    within = replace(padded, boundary="within")
+    assert set(draw(buffer, within, 100)) == {0, 17}  # 12 and 30 rows
+    with pytest.raises(ConfigError, match="sampler 'first' needs boundary 'within', or 'pad'"):
+        buffer.sample(replace(padded, pad="left"), generator=seeded())
