@@ -292,10 +292,10 @@ def training_episodes(
             total = sums.setdefault(-(-frames // width) * width, [0.0, 0.0])
             total[0] += mean * number
             total[1] += number
-        for end, (total, number) in sums.items():
+        for end, (value, count) in sums.items():
             point = found.setdefault(end, {"frames": end})
-            point[name] = total / number
-            point.setdefault("episodes", int(number))
+            point[name] = value / count
+            point.setdefault("episodes", int(count))
     return [point for _, point in sorted(found.items())]
 
 
