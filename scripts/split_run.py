@@ -1,6 +1,6 @@
 """Cut a run, or its weights, into files of a limited size, and join them on another machine.
 
-python scripts/split_run.py split RUN FOLDER               what resuming needs: config, newest checkpoint, replay, metrics
+python scripts/split_run.py split RUN FOLDER               what resuming needs: config, checkpoint, replay, metrics
 python scripts/split_run.py split RUN FOLDER --weights     components and controllers alone, for `load.path`
 python scripts/split_run.py join FOLDER RUN                a run folder: `rl-lab resume RUN` continues it, bit for bit
 python scripts/split_run.py join FOLDER RUN --newer        does nothing if RUN is as far; replaces it if it is not

@@ -78,7 +78,7 @@ def travel(run: Path, parts: Path, target: Path, kib: int = 40) -> list[Path]:
 
 @pytest.mark.parametrize("action", ["update_mdn", "evolve"])
 def test_a_run_that_travelled_is_the_run_that_stayed(action: str, full: Path, tmp_path: Path, monkeypatch):
-    """V, M, their optimizers, the replay, CMA-ES and every generator travel: stopped in M's training or a generation."""
+    """V, M, their optimizers, the replay, CMA-ES and every generator travel; stopped after M's training, or C's."""
     with monkeypatch.context() as patch:
         stop_after(patch, action)
         assert train(tmp_path / "here" / "run").interrupted

@@ -36,6 +36,12 @@ FIGURE = "curves.png"
 PANELS_ACROSS = 5
 LEAST_WIDTH = 6.4  # inches: the legend needs them
 MARKERS = ("D", "s", "^", "v", "o", "P", "X")  # of published agents
+INTRODUCTION = (
+    "Scores are mean returns unless the section names another statistic; a table has their mean over seeds, with the "
+    "range. *inside*, *above*, *below*: our mean against the range of the published seeds at equal frames. Each run "
+    "has a JSON file with its curve, config, command, commit and machine in the folder that the section names. "
+    "[log.md](log.md) has single experiments."
+)
 PUBLISHED_REACH = 3  # published values at more than this many times our frames are only in the table
 
 
@@ -79,7 +85,7 @@ def draw_curves(report: SuiteReport, path: Path) -> bool:
 
 
 def _draw_reference(axes: Any, reference: Reference, frames: int, marker: str) -> bool:
-    """Plot the published points up to ours, and the nearest one unless it is far behind, with their range over seeds."""
+    """Plot the published points up to ours, and the nearest one unless it is far behind; bars: range over seeds."""
     points = {at: values for at, values in reference.curve.items() if at <= frames}
     if reference.frames <= PUBLISHED_REACH * max(frames, 1):
         points[reference.frames or frames] = list(reference.values)
@@ -169,10 +175,7 @@ def markdown(reports: Sequence[SuiteReport], place: Path, command: str) -> str:
         "# Results by suite",
         "",
         f"Made by `{command}`; not edited by hand.",
-        "Scores are mean returns unless the section names another statistic; a table has their mean over seeds, with the",
-        "range. *inside*, *above*, *below*: our mean against the range of the published seeds at equal frames. Each run has",
-        "a JSON file with its curve, config, command, commit and machine in the folder that the section names.",
-        "[log.md](log.md) has single experiments.",
+        *_wrapped(INTRODUCTION),
     ]
     for report in reports:
         folder = _relative(report.folder.results, place)

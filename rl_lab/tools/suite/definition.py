@@ -27,8 +27,8 @@ from rl_lab.tools.published import RETURN
 #       evaluate: {every_frames: 25000, episodes: 10}
 #       checkpoint: {every_frames: 25000}
 #       final: {episodes: 20}            # new episodes after training; null: none
-#       score: {from: eval}              # eval (last evaluation) | final | train (episodes of the last `window` frames);
-#                                        # metric: another statistic of episodes than return_mean; last: evaluations
+#       score: {from: eval}              # eval (last evaluation) | final | train (episodes of the last `window` frames)
+#                                        # metric: a statistic of episodes (return_mean); last: number of evaluations
 #       published: [random]              # agents of tools/published.yaml to compare with
 #       each: {per_gpu: 4, gpu_gib: 8, host_gib: 6, cores: 2}     # what one run needs; per_gpu: at most
 
