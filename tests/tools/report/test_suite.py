@@ -358,11 +358,14 @@ def test_panels_of_a_figure_are_environments(tmp_path: Path, monkeypatch):
     )
     report = load_report(load_suite("dreamer_settings"), SuiteFolder(DOCS / "suites" / "dreamer_settings"))
     assert suite_page.draw_curves(report, tmp_path / "a.png")
-    assert titles == ["walker_walk (proprio)", "walker_walk (vision)"] and all(shown for _, shown in drawn)
+    # Drawn twice: for a page and for a phone.
+    assert titles == ["walker_walk (proprio)", "walker_walk (vision)"] * 2 and all(
+        shown for _, shown in drawn
+    )
     drawn.clear()
     report = load_report(load_suite("carracing"), SuiteFolder(DOCS / "suites" / "carracing"))
     assert suite_page.draw_curves(report, tmp_path / "b.png")
-    assert [(ref.frames, shown) for ref, shown in drawn] == [(25_000_000, False)]
+    assert [(ref.frames, shown) for ref, shown in drawn] == [(25_000_000, False)] * 2
 
 
 def test_results_page_is_what_the_report_writes(tmp_path: Path, monkeypatch):
