@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from rl_lab.launch.ray_cluster import RayCluster, require_ray
 from rl_lab.orchestration.evolution import Generations
 from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.records import EarlyStop
+from rl_lab.tools.evaluate import evaluate
 from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.files import read_jsonl
 from tests.same_run import replay_rows
@@ -216,6 +218,22 @@ def test_a_run_survives_the_loss_of_a_collector_and_of_a_node(nodes, tmp_path: P
         run.path, {"training.total_timesteps": 1800, "launch.collectors": 1}, say=lambda text: None
     )
     assert more.counters["env_steps"] >= 1800 and more.counters["episodes"] > run.counters["episodes"]
+
+
+@pytest.mark.extras
+@pytest.mark.timeout(1800)
+def test_cartpole_is_learned_with_two_collectors(nodes, tmp_path: Path):
+    """At least 450 of 500 over 20 new episodes with the best checkpoint, 400 in the mean of the last evaluations."""
+    words = ["launch=ray", f"launch.address={nodes.address}", "launch.collectors=2", "experiment.device=cpu"]
+    words += ["training.total_timesteps=7000", "logging.progress=off", "logging.tensorboard=false"]
+    run = rl_lab.train(
+        "dreamer_cartpole_steady", [*words, f"run_dir={tmp_path / 'run'}"], say=lambda text: None
+    )
+    lines = read_jsonl(run.path / "metrics.jsonl")
+    returns = [line["eval/return_mean"] for line in lines if "eval/return_mean" in line]
+    assert returns[0] < 200 and statistics.mean(returns[-4:]) >= 400
+    assert max(line.get("collect/staleness", 0) for line in lines) > 0  # other processes collected
+    assert evaluate(run.path, checkpoint="best", episodes=20, seed=1)["return_mean"] >= 450
 
 
 @pytest.mark.extras
