@@ -1,5 +1,8 @@
 """Parameter counts on 64×64×3 images with 9 actions, computed from the original's code."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -60,6 +63,27 @@ def test_total_count(size):
 @pytest.mark.parametrize("size", PARTS)
 def test_count_per_part(size):
     assert counts_of(size) == pytest.approx(PARTS[size], abs=0.05 if size == "200m" else 0.005)
+
+
+@pytest.mark.parametrize(("preset", "size", "parts"), [("8gb", "50m", 2), ("24gb", "200m", 1)])
+def test_presets_for_a_memory(preset, size, parts):
+    """Their estimate in docs/howto/scale.md is that of the H200's peak, and leaves a third of the memory free."""
+    config = compose_config(["experiment=dreamer_crafter", f"size={preset}"])
+    assert (
+        config.algorithm.size == compose_config(["experiment=dreamer_crafter", f"size={size}"]).algorithm.size
+    )
+    assert config.algorithm.grad_acc_steps == parts and config.algorithm.batch_size % parts == 0
+    assert config.buffers.replay.storage == "host" and config.buffers.replay.capacity == 1_100_000
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "docs/results/dreamer_h200.json").read_text())["rows"]
+    values = {row["name"].removeprefix(f"dreamer/{size}/"): row["value"] for row in rows}
+    gib, replay = 2**30, 9600 * 12302
+    fixed = values["parameters"] * (16 if parts == 1 else 24)
+    activations = values["peak_gib"] * gib - replay - values["parameters"] * 16
+    estimates = [(fixed + factor * activations / parts) / gib for factor in (1, 2)]
+    table = (root / "docs/howto/scale.md").read_text().partition("### Dreamer on 8 and 24 GB")[2]
+    assert all(f" {value:.1f} GiB |" in table for value in estimates)
+    assert estimates[1] <= 2 / 3 * int(preset.removesuffix("gb"))
 
 
 def test_2023_hyperparameters():
