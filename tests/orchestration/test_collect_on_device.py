@@ -139,9 +139,13 @@ def test_state_of_the_collector():
             np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(row[name]), name)
 
 
-def test_training_and_exact_resume(tmp_path):
+@pytest.mark.parametrize(
+    "experiment",
+    ["dreamer_cartpole_batched", pytest.param("tdmpc2_cartpole_batched", marks=pytest.mark.learning)],
+)
+def test_training_and_exact_resume(experiment, tmp_path):
     words = [
-        "experiment=dreamer_cartpole_batched",
+        f"experiment={experiment}",
         "debug=tiny",
         *QUIET,
         "environment.num_envs=8",
