@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -152,3 +153,51 @@ def test_installed_wheel_works_without_a_checkout(built: Path, tmp_path: Path):
         server.terminate()
     rl("export", "run", "--episodes", "2", "--starts", "2")
     assert (work / "run" / "export" / "agent.safetensors").is_file()
+
+
+def settings_of_pip() -> dict[str, str]:
+    """Return pip's indexes as variables of uv, which does not read pip's configuration."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    lines = [line.partition("=") for line in listed.stdout.splitlines()]
+    # The environment replaces what is in files.
+    values = {
+        name.rpartition(".")[2]: " ".join(ast.literal_eval(text).split())
+        for name, _, text in sorted(lines, key=lambda line: line[0].startswith(":env:"))
+    }
+    names = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
+    settings = {names[name]: value for name, value in values.items() if name in names}
+    if "find-links" in values:
+        settings["UV_FIND_LINKS"] = values["find-links"].replace(" ", ",")
+    # pip takes the best version of all indexes. Without an own index the build of torch without CUDA is enough.
+    return {"UV_INDEX_STRATEGY": "unsafe-best-match", **(settings or {"UV_TORCH_BACKEND": "cpu"})}
+
+
+@pytest.mark.extras
+@pytest.mark.timeout(1200)
+def test_uv_installs_a_checkout_with_the_pinned_versions(built: Path, tmp_path: Path):
+    pytest.importorskip("uv")
+    uv = [sys.executable, "-m", "uv", "--no-config", "--quiet"]
+    source, clean = built.parent / "source", tmp_path / "clean"
+    environ = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environ |= settings_of_pip()
+    python = clean / "bin" / "python"
+    constraints = ["-c", "constraints.txt", "--build-constraints", "constraints.txt"]
+    for words in (
+        ["venv", "--python", sys.executable, str(clean)],
+        ["pip", "install", "--python", str(python), *constraints, "-e", "."],
+    ):
+        done = subprocess.run([*uv, *words], cwd=source, capture_output=True, text=True, env=environ)
+        assert done.returncode == 0, done.stderr[-3000:]
+    show = "import torch, rl_lab; print(torch.__version__.partition('+')[0], rl_lab.__file__)"
+    done = subprocess.run([python, "-c", show], cwd=tmp_path, capture_output=True, text=True, env=environ)
+    version, file = done.stdout.split()
+    assert f"torch=={version}" in (source / "constraints.txt").read_text().split()
+    assert Path(file).is_relative_to(source)
+    command = [str(clean / "bin" / "rl-lab"), "train", "debug=tiny", "run_dir=run", "logging.progress=off"]
+    # Only `demo` has the package that draws CartPole, so the dummy environment.
+    done = subprocess.run(
+        [*command, "environment=dummy_discrete"], cwd=tmp_path, capture_output=True, text=True, env=environ
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+    shutil.rmtree(clean)  # a gigabyte
