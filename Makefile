@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 # With Triton. The other tests run without it, as on a machine that has no GPU.
 EXTRAS := .venv-extras
 DOCS := .venv-docs
+# Packages that do not go with the others: metaworld pins another MuJoCo, envpool is large.
+METAWORLD := .venv-metaworld
+ENVPOOL := .venv-envpool
 # Tests run float32 on small nets: one torch thread a worker is fastest, and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 SDL_VIDEODRIVER=dummy WANDB_MODE=offline HF_HUB_OFFLINE=1
 
-.PHONY: play demo test coverage test-learning test-extras lint format docs docs-images clean
+.PHONY: play demo test coverage test-learning test-extras test-suites lint format docs docs-images clean
 
 # A page in which one plays inside a learned dream, before anything was trained. AGENT: bounce or catch.
 AGENT ?= bounce
@@ -33,6 +36,12 @@ test-learning: $(VENV)/.dev
 test-extras: $(EXTRAS)/.dev
 	TRITON_INTERPRET=1 $(TEST_ENV) $(EXTRAS)/bin/python -m pytest -m extras
 
+# The cases of Meta-World, ProcGen and EnvPool that the other targets skip. ProcGen: apt install libqt5gui5.
+SUITE_TESTS := pytest tests/environments tests/config/test_configs.py --timeout 900
+test-suites: $(METAWORLD)/.dev $(ENVPOOL)/.dev
+	$(TEST_ENV) $(METAWORLD)/bin/python -m $(SUITE_TESTS) -k metaworld
+	$(TEST_ENV) $(ENVPOOL)/bin/python -m $(SUITE_TESTS) -k "envpool or procgen or carracing or space_invaders"
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,7 +64,7 @@ docs-images: $(VENV)/.dev
 	$(BIN)/python scripts/dev/diagrams.py
 
 clean:
-	rm -rf $(VENV) $(EXTRAS) $(DOCS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(EXTRAS) $(DOCS) $(METAWORLD) $(ENVPOOL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -106,4 +115,17 @@ $(EXTRAS)/.dev: pyproject.toml constraints.txt requirements/docs.txt
 	$(PYTHON) -m venv $(EXTRAS)
 	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(EXTRAS)/bin/pip install -q -e '.[dev,extras]' \
 	  -r requirements/docs.txt
+	touch $@
+
+# constraints.txt has the MuJoCo of dm_control.
+$(METAWORLD)/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(METAWORLD)
+	grep -v '^mujoco==' constraints.txt > $(METAWORLD)/constraints.txt
+	PIP_CONSTRAINT=$(METAWORLD)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(METAWORLD)/bin/pip install -q \
+	  -e '.[demo,metaworld]' pytest pytest-timeout hypothesis
+	touch $@
+
+$(ENVPOOL)/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ENVPOOL)
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(ENVPOOL)/bin/pip install -q -e '.[dev,envpool]'
 	touch $@

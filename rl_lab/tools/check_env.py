@@ -308,7 +308,7 @@ def _word(key: str, value: Any) -> str:
     import yaml
 
     known = yaml.safe_load((CONFIG_FOLDER / "environment" / "gym.yaml").read_text(encoding="utf-8"))
-    return f"{'' if key in known else '+'}environment.{key}={value}"
+    return f"{'' if key in known else '+'}environment.{key}={'null' if value is None else value}"
 
 
 def _episode(factory: EnvFactory) -> list[dict[str, Any]]:

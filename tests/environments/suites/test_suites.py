@@ -8,6 +8,7 @@ import pytest
 
 from rl_lab.environments import make as make_module
 from rl_lab.environments import make_env
+from rl_lab.tools.check_env import check_env
 from tests.environments.suites.suite_cases import CASES, LIMIT, PACKAGES, each_case, needs, suite_of
 from tests.environments.test_vector import assert_same, roll
 
@@ -50,6 +51,18 @@ def test_contract(task):
         first, _ = other.reset(seed=5)
         for name in env.spec.observations:
             np.testing.assert_array_equal(first[name], rows[0][name])
+
+
+@pytest.mark.parametrize("task", each_case())
+def test_check_env_accepts_it(task):
+    """What `rl-lab check` says of the suite: nothing bad, and the same seed gives the same episode."""
+    needs(task)
+    steps, limit = (200, {}) if suite_of(task) == "popgym" else (4 * LIMIT, {"time_limit": LIMIT})
+    checked = check_env(task, steps=steps, **limit, **CASES[task])
+    states = {finding.name: finding.state for finding in checked.findings}
+    assert checked.ok, checked
+    assert states["determinism"] == states["spaces"] == states["episodes"] == "ok", checked
+    assert "workers" not in states, checked
 
 
 def check_ends(rows, limited):
