@@ -104,9 +104,8 @@ def test_commands_exist_and_compose(page: Path, tmp_path: Path):
         elif program == "torchrun":
             check_rl_lab(words[words.index("rl_lab") + 1 :])
         else:
-            assert program in ("pip", "git", "cd", "pytest", "tensorboard", "pre-commit", "source", "."), (
-                program
-            )
+            known = ("pip", "uv", "git", "cd", "pytest", "tensorboard", "pre-commit", "source", ".")
+            assert program in known, program
 
 
 def check_rl_lab(words: list[str]) -> None:
