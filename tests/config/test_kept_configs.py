@@ -173,6 +173,31 @@ def test_values_are_kept(name: str, variant: str):
         assert list(before[section]) == list(now[section])
 
 
+# What ran under the name of a version before 0b40c77 -> the words that compose it now (docs/algorithms/dreamer.md)
+RAN = {
+    "dreamer_dmc_proprio_2023": ["experiment=dreamer_dmc_proprio_settings_2023"],
+    "dreamer_dmc_proprio_2024": ["experiment=dreamer_dmc_proprio_2024", "algorithm=dreamer"],
+    "dreamer_dmc_vision_2024": ["experiment=dreamer_dmc_vision_2024", "algorithm=dreamer"],
+}
+
+
+@pytest.mark.parametrize("name", RAN)
+def test_settings_of_a_year_with_the_agent_of_today_still_compose(name: str):
+    """The results on walker-walk are of these."""
+    now = resolved(RAN[name][0].partition("=")[2], RAN[name][1:])
+    sections = ("algorithm", "components", "controllers", "optimizers", "buffers", "environment")
+    old, new = (
+        {path: value for path, value in leaves(node) if path.split(".")[0] in sections}
+        for node in (dump()[name]["as it is"], now)
+    )
+    assert {path: new.get(path) for path in old if path not in FOR_ALL} == {
+        path: value for path, value in old.items() if path not in FOR_ALL
+    }
+    for path in new.keys() - old.keys():
+        value = SWITCHES.get(path.rpartition(".")[2])
+        assert path in ADDED or new[path] in (value if isinstance(value, tuple) else (value,)), path
+
+
 def test_experiments_are_composed_from_few_files():
     counts = {}
     with choices(), initialize_config_module("rl_lab.configs", version_base="1.3"):

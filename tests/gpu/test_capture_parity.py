@@ -38,7 +38,7 @@ DYNAMICS = (
     "controllers.critic.out_scale=1.0",  # heads that start at zero would pass nothing on
     "components.reward_head.out_scale=1.0",
 )
-# How the parts of dreamer_dmc_proprio_2023 differ
+# How the parts of dreamer_dmc_proprio_settings_2023 differ
 EARLY = (
     *DYNAMICS,
     "components.rssm.action_layers=0",

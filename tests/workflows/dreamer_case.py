@@ -29,7 +29,7 @@ TINY = {
     "bins": 41,
     "bin_limit": 20.0,
 }
-# How the parts of dreamer_dmc_proprio_2023 differ
+# How the parts of dreamer_dmc_proprio_settings_2023 differ
 EARLY = {
     "algorithm__size__blocks": 1,
     "components__rssm__action_layers": 0,
