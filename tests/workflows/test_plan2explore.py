@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import rl_lab
 from rl_lab.build import assemble_workflow
 from rl_lab.components.dynamics.disagreement import LatentDisagreement
+from rl_lab.components.nn.mlp import MLP
+from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config, resolve_config
 from rl_lab.errors import ConfigError
 from rl_lab.records import ActionSpec, ActMode
 from rl_lab.training import resume
 from rl_lab.workflows.dreamer.explore import ExploreWorkflow
+from tests.config.test_kept_configs import leaves
 from tests.same_run import assert_same_run, stopped_at
 from tests.workflows.dreamer_case import (
     CONTINUOUS,
@@ -128,6 +132,76 @@ def test_gradients_through_the_dynamics():
     w = make(CONTINUOUS, "controllers.actor.gradient=dynamics", "controllers.critic.out_scale=1.0")
     run_hook(w, "explore")
     assert max(float(p.grad.abs().max()) for p in w.parts["explorer"]) > 0.0
+
+
+OWN = {
+    "return_rate",
+    "return_low",
+    "return_high",
+    "return_limit",
+}  # of the explorer: the scale of its returns
+# They belong to phases, optimizers and the tiny batch.
+NOT_SWITCHES = {f"algorithm.{key}" for key in ("train_ratio", "clip_norms", "batch_size", "batch_length")}
+SIZES = {"dreamer_v1": {"bins": 0, "classes": 1, "blocks": 1}, "dreamer_v2": {"bins": 0, "blocks": 1}}
+
+
+def version_words(version: str) -> list[str]:
+    """Overrides with the switches of a version; widths stay those of the experiment."""
+    file: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_FOLDER / f"algorithm/{version}.yaml"))
+    known = compose_config(["experiment=plan2explore_dmc_vision"])
+    words = [f"algorithm.size.{key}={value}" for key, value in SIZES.get(version, {}).items()]
+    for section in ("algorithm", "components", "controllers"):
+        for path, value in leaves(file[section], section):
+            switch = not path.startswith("algorithm.size.") and path not in NOT_SWITCHES
+            if switch and has(known, path) and "${" not in str(value):
+                words.append(f"{path}={'null' if value is None else value}")
+    return words
+
+
+def has(config: Any, path: str) -> bool:
+    node = OmegaConf.select(config, path.rpartition(".")[0])
+    return OmegaConf.is_dict(node) and path.rpartition(".")[2] in node
+
+
+def styles(part: torch.nn.Module) -> list[Any]:
+    return [module.style for module in part.modules() if isinstance(module, MLP)]
+
+
+@pytest.mark.parametrize("version", ["dreamer", "dreamer_2023", "dreamer_v2", "dreamer_v1"])
+def test_explorer_is_built_like_the_actor_of_every_version(version: str):
+    w = make(CONTINUOUS, *(version_words(version) if version != "dreamer" else ()))
+    norm, act = {"dreamer": ("rms", "silu"), "dreamer_2023": ("layer", "silu")}.get(version, ("none", "elu"))
+    for one, other in ((w.actor, w.explorer), (w.critic, w.explorer_critic)):
+        assert {key: value.shape for key, value in one.state_dict().items()} == {
+            key: value.shape for key, value in other.state_dict().items()
+        }
+        assert repr(one) == repr(other) and styles(one) == styles(other) != []
+        assert {(style.norm, style.act) for style in styles(other)} == {(norm, act)}
+    assert (w.actor.gradient, w.actor.noise) == (w.explorer.gradient, w.explorer.noise)
+    assert type(w.actor.policy) is type(w.explorer.policy)
+    numbers = [
+        {k: v for k, v in vars(part.policy).items() if isinstance(v, float)} for part in (w.actor, w.explorer)
+    ]
+    assert numbers[0] == numbers[1] != {}
+    for key in ("slow_targets", "slow_weight"):
+        assert getattr(w.critic, key) == getattr(w.explorer_critic, key)
+    assert w.critic.slow.every == w.explorer_critic.slow.every
+    outputs = [actor.mlp.out.weight.detach().std().item() for actor in (w.actor, w.explorer)]
+    assert outputs[0] == pytest.approx(outputs[1], rel=0.5)
+    result = run_hook(w, "explore")
+    assert all(torch.isfinite(value).all() for value in result.metrics.values())
+
+
+def test_explorer_gets_every_key_of_the_actor():
+    """Interpolations: a key of the actor or the critic that is added later must be added here too."""
+    file = OmegaConf.to_container(OmegaConf.load(CONFIG_FOLDER / "algorithm/plan2explore.yaml"))[
+        "controllers"
+    ]
+    of_task = OmegaConf.load(CONFIG_FOLDER / "algorithm/dreamer.yaml").controllers
+    for name, task in (("explorer", "actor"), ("explorer_critic", "critic")):
+        assert file[name].keys() == of_task[task].keys()
+        for key in file[name].keys() - OWN - {"_target_"}:
+            assert file[name][key] == f"${{controllers.{task}.{key}}}"
 
 
 def test_who_acts():
