@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from rl_lab.components.nn.actions import make_policy
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config
 from rl_lab.records import ActMode
+from tests.config.test_kept_configs import leaves
 from tests.workflows.dreamer_case import CONTINUOUS, make_dreamer, vector_spec
 from tests.workflows.test_tdmpc_docs import same
 
@@ -28,6 +31,152 @@ def test_documented_values_match_configs(column: int, experiment: str):
     for key, *stated in rows:
         value, text = OmegaConf.select(config, key), stated[column].strip()
         assert text == "by size" or same(text, value), f"{key} is {value} in {experiment}, not {text}"
+
+
+# Experiments by version, with the words that a cell uses for them.
+VERSIONS = {
+    "v1": {"DMC": ["v1_dmc_vision"]},
+    "v2": {"Atari": ["v2_atari"], "Crafter": ["v2_crafter"], "DMC": ["v2_dmc_vision"]},
+    "2023": {
+        "Atari 100k": ["atari100k_2023"],
+        "Crafter": ["crafter_2023"],
+        "DMC": ["dmc_proprio_2023", "dmc_vision_2023"],
+    },
+    "2024": {
+        "Atari": ["atari_2024"],
+        "Atari 100k": ["atari100k_2024"],
+        "DMC": ["dmc_proprio_2024", "dmc_vision_2024"],
+    },
+    "today": {
+        "Atari": ["atari"],
+        "Atari 100k": ["atari100k"],
+        "Crafter": ["crafter"],
+        "DMC": ["dmc_proprio", "dmc_vision"],
+    },
+}
+ELSEWHERE = ("by size", "by experiment")  # the sizes' files, the table of experiments
+
+
+@cache
+def composed(name: str) -> DictConfig:
+    config = compose_config([f"experiment=dreamer_{name}"])
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def version_rows() -> list[tuple[list[str], list[str]]]:
+    """Keys and cells (v1, v2, 2023, 2024, today) of the tables of versions; an empty cell is that of today."""
+    text = PAGE.partition("\n## Versions")[2].partition("\nTwo more keys")[0]
+    rows = []
+    for line in text.splitlines():
+        if line.startswith("| ") and not line.startswith("| Switch"):
+            _, keys, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            assert len(cells) == len(VERSIONS), line
+            rows.append((re.findall(r"`([^`]+)`", keys), [cell or cells[-1] for cell in cells]))
+    return rows
+
+
+def by_experiment(cell: str, version: str) -> dict[str, str]:
+    """The value that a cell states for each experiment: `Atari, Crafter 1; others 2`, or one for all."""
+    names = sorted((*VERSIONS[version], "others"), key=len, reverse=True)
+    named = rf"({'|'.join(names)})(?:, ({'|'.join(names)}))* (?!,)"
+    if not re.match(named, cell):
+        return {name: cell for found in VERSIONS[version].values() for name in found}
+    stated: dict[str, str] = {}
+    for part in cell.split("; "):
+        match = re.match(rf"((?:(?:{'|'.join(names)})(?:, )?)+) (.+)$", part)
+        assert match, f"{cell}: {part}"
+        for word in match[1].split(", "):
+            listed = VERSIONS[version].get(word, [])
+            others = [name for found in VERSIONS[version].values() for name in found if name not in stated]
+            stated |= dict.fromkeys(others if word == "others" else listed, match[2])
+    assert set(stated) == {name for found in VERSIONS[version].values() for name in found}, cell
+    return stated
+
+
+def without_effect(key: str, config: DictConfig) -> bool:
+    """Whether a key is absent, or another key switches it off."""
+    if OmegaConf.select(config, key) is None:
+        return True
+    rssm, critic, actor = config.components.rssm, config.controllers.critic, config.controllers.actor
+    squared_error, no_slow_critic = (
+        config.algorithm.size.bins == 0,
+        not (critic.slow_targets or critic.slow_weight),
+    )
+    return {
+        "components.rssm.std_form": rssm.latent != "gaussian",
+        "components.rssm.min_std": rssm.latent != "gaussian",
+        "components.rssm.unimix": rssm.latent == "gaussian",
+        "components.rssm.action_layers": rssm.cell != "block_gru",
+        "algorithm.size.blocks": rssm.cell != "block_gru",
+        "algorithm.bias": "+" not in config.algorithm.layer,  # layers without a norm have one
+        "components.reward_head.space": squared_error,
+        "controllers.critic.space": squared_error,
+        "algorithm.slow_critic_rate": no_slow_critic,
+        "controllers.critic.slow_every": no_slow_critic,
+        "controllers.actor.init_std": actor.distribution == "bounded_normal",
+        "controllers.actor.unimix": actor.distribution == "tanh_normal",  # V1 has continuous actions only
+    }.get(key, False)
+
+
+def states(cell: str, key: str, config: DictConfig) -> bool:
+    """Whether a cell has the value of a key."""
+    if cell in ELSEWHERE:
+        return key.startswith(("algorithm.size.", "components.")) or key == "algorithm.train_ratio"
+    if cell == "-":
+        return without_effect(key, config)
+    value = OmegaConf.select(config, key)
+    if key.endswith("._target_"):
+        return str(value).rpartition(".")[2] == cell
+    if cell.endswith(" / lr"):
+        rate = OmegaConf.select(config, key.rpartition(".")[0]).lr
+        return float(value) == pytest.approx(float(cell.removesuffix(" / lr")) / rate)
+    if cell == "null" or value is None:
+        return cell == "null" and value is None
+    if OmegaConf.is_dict(value):
+        return yaml.safe_load(cell) == OmegaConf.to_container(value)
+    return same(cell, value)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_table_of_versions(version: str):
+    rows, column = version_rows(), list(VERSIONS).index(version)
+    assert len(rows) > 70
+    wrong = []
+    for keys, cells in rows:
+        for name, cell in by_experiment(cells[column], version).items():
+            wrong += [
+                f"{key} is {OmegaConf.select(composed(name), key)} in dreamer_{name}, not {cell}"
+                for key in keys
+                if not states(cell, key, composed(name))
+            ]
+    assert wrong == []
+
+
+def test_table_of_versions_has_every_switch():
+    """Each key of a version's file, and of its experiments, has a row."""
+    rows = {key for keys, _ in version_rows() for key in keys}
+    names = [f"algorithm/dreamer_{version}" for version in VERSIONS if version != "today"]
+    names += [
+        f"experiment/dreamer_{name}"
+        for found in VERSIONS.values()
+        for each in found.values()
+        for name in each
+    ]
+    used = set()
+    for name in names:
+        file = OmegaConf.to_container(OmegaConf.load(CONFIG_FOLDER / f"{name}.yaml"))
+        for section in ("algorithm", "components", "controllers", "optimizers"):
+            used |= {key for key, _ in leaves(file.get(section, {}), section)}
+    # The bias of a version is that of all layers; the base rate is that of the first optimizer; sizes have a base.
+    beside = {
+        "algorithm.learning_rate",
+        "algorithm.grad_acc_steps",
+        "algorithm.size.bin_limit",
+        "algorithm.size.layers",
+    }
+    missing = {key for key in used - rows - beside if not key.startswith("algorithm.clip_norms.")}
+    assert missing - {"components", "controllers", "optimizers", "algorithm"} == set()
 
 
 def test_presets_say_what_the_paper_has():
