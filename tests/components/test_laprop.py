@@ -1,13 +1,31 @@
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from rl_lab.components.nn.optim import LaProp
+from rl_lab.components.nn.mlp import BlockLinear
+from rl_lab.components.nn.optim import LaProp, is_decayed
+from rl_lab.errors import ConfigError
 
 
-def slow_laprop(parameter, gradients, *, lr, warmup, agc=0.3, floor=1e-3, beta1=0.9, beta2=0.999, eps=1e-20):
+def slow_laprop(
+    parameter,
+    gradients,
+    *,
+    lr,
+    warmup,
+    agc=0.3,
+    floor=1e-3,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-20,
+    nesterov=False,
+    schedule="const",
+    anneal=0,
+    decay=0.0,
+):
     """Scalar loop as in the paper, with clipping."""
     values = parameter.flatten().tolist()
     square, momentum = [0.0] * len(values), [0.0] * len(values)
@@ -17,12 +35,16 @@ def slow_laprop(parameter, gradients, *, lr, warmup, agc=0.3, floor=1e-3, beta1=
         own = math.sqrt(sum(v * v for v in values))
         shrink = max(1.0, size / (agc * max(floor, own))) if agc else 1.0
         rate = lr * (min(1.0, (step - 1) / warmup) if warmup else 1.0)
+        if step - 1 > warmup and schedule != "const":
+            done = min(1.0, (step - 1 - warmup) / (anneal - warmup))
+            rate = lr * (1 - 0.9 * done) if schedule == "linear" else lr * (1 + math.cos(math.pi * done)) / 2
         for i, g in enumerate(flat):
             g = g / shrink
             square[i] = beta2 * square[i] + (1 - beta2) * g * g
             u = g / (math.sqrt(square[i] / (1 - beta2**step)) + eps)
             momentum[i] = beta1 * momentum[i] + (1 - beta1) * u
-            values[i] -= rate * momentum[i] / (1 - beta1**step)
+            ahead = beta1 * momentum[i] + (1 - beta1) * u if nesterov else momentum[i]
+            values[i] -= rate * (ahead / (1 - beta1**step) + decay * values[i])
     return torch.tensor(values).reshape(parameter.shape)
 
 
@@ -108,3 +130,62 @@ def test_state_dict_round_trip(tmp_path):
     optimizer.load_state_dict(state["o"])
     train(resumed, optimizer, 3)
     assert torch.equal(resumed, expected)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("schedule", ["const", "linear", "cosine"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_switches_of_the_original_match_loop(nesterov: bool, schedule: str, weight_decay: float):
+    """danijar/dreamerv3 agent.py, `_make_opt`: nesterov, wd, schedule, anneal."""
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(3, 2, generator=generator), torch.randn(4, generator=generator)]
+    gradients = [[torch.randn(s.shape, generator=generator) for _ in range(8)] for s in starts]
+    parameters = [nn.Parameter(s.clone()) for s in starts]
+    switches = {"nesterov": nesterov, "schedule": schedule, "weight_decay": weight_decay}
+    optimizer = LaProp(parameters, lr=0.05, warmup=2, anneal=6, **switches)
+    for step in range(8):
+        for parameter, series in zip(parameters, gradients):
+            parameter.grad = series[step].clone()
+        optimizer.step()
+    for parameter, start, series in zip(parameters, starts, gradients):
+        decay = weight_decay if start.ndim == 2 else 0.0  # a vector is a bias or the scale of a norm
+        expected = slow_laprop(
+            start, series, lr=0.05, warmup=2, anneal=6, nesterov=nesterov, schedule=schedule, decay=decay
+        )
+        assert torch.allclose(parameter, expected, atol=1e-5)
+
+
+def test_unused_switches_leave_the_state_as_it_was():
+    plain = LaProp([nn.Parameter(torch.ones(2))]).state_dict()["param_groups"][0]
+    assert not plain.keys() & {"nesterov", "weight_decay", "schedule", "anneal"}
+    used = LaProp([nn.Parameter(torch.ones(2))], weight_decay=0.1, schedule="linear", anneal=2000)
+    again = LaProp([nn.Parameter(torch.ones(2))], weight_decay=0.1, schedule="linear", anneal=2000)
+    again.load_state_dict(used.state_dict())
+    assert again.param_groups[0]["anneal"] == 2000 and again.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_a_masked_step_decays_nothing():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = LaProp([parameter], lr=0.1, warmup=0, weight_decay=0.5, nesterov=True)
+    parameter.grad = torch.full((2, 2), float("nan"))
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert torch.equal(parameter, torch.ones(2, 2))
+
+
+def test_which_weights_decay():
+    layer = BlockLinear(4, 6, blocks=2)
+    assert is_decayed(layer.weight) and not is_decayed(layer.bias)  # a bias of three axes
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"schedule": "linear"}, "optimizers.model.anneal is 0: set it to the update"),
+        ({"schedule": "linear", "anneal": 1000}, "more than warmup"),
+        ({"schedule": "step"}, "optimizers.model.schedule"),
+    ],
+)
+def test_schedules_that_do_not_fit(words: dict, text: str):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        LaProp([nn.Parameter(torch.ones(2))], **words)

@@ -113,6 +113,10 @@ SWITCHES = {
     "slow_targets": False,
     "slow_weight": 1.0,
     "slow_every": 1,
+    "nesterov": False,
+    "weight_decay": 0.0,
+    "schedule": "const",
+    "anneal": 0,
 }
 
 

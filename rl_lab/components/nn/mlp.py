@@ -143,6 +143,7 @@ class BlockLinear(nn.Module):
         self.blocks = blocks
         self.weight = nn.Parameter(torch.empty(blocks, inputs // blocks, outputs // blocks))
         self.bias = nn.Parameter(torch.zeros(blocks, 1, outputs // blocks))
+        self.bias.no_decay = True  # type: ignore[attr-defined]  # three axes, but no weight: see LaProp
         # The fan-in is the full input width, not that of one block, as in the original.
         truncated_normal_(self.weight, inputs, scale)
 

@@ -308,7 +308,10 @@ class EnsembleMLP(nn.Module):
             self._add("shift", number, torch.zeros(self.members, 1, outputs))
 
     def _add(self, name: str, layer: int, value: torch.Tensor) -> None:
-        self.register_parameter(f"{name}_{layer}", nn.Parameter(value))
+        parameter = nn.Parameter(value)
+        if not name.startswith("input"):
+            parameter.no_decay = True  # type: ignore[attr-defined]  # three axes, but no weight: see LaProp
+        self.register_parameter(f"{name}_{layer}", parameter)
 
     def widen(self, multiple: int) -> None:
         """Pad the weights with zeros to multiples of `multiple`, as `Layer.widen` does."""

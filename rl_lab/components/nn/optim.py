@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from rl_lab.components.kernels.triton_jit import cdiv, jit, tl
+from rl_lab.errors import ConfigError, require_choice
 
+SCHEDULES = ("const", "linear", "cosine")
 CHUNK = 2048  # elements of one parameter that a program updates
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -25,6 +27,11 @@ class LaProp(torch.optim.Optimizer):
 
     lr:        float or 0-d tensor, reached by linear warm-up from 0 over `warmup` updates
     agc:       limits a gradient's norm to agc × the norm of its parameter (at least `agc_floor`); 0: off
+    nesterov:  the momentum looks one update ahead
+    weight_decay: × the learning rate, subtracted from weights in each update; biases, norms and other vectors are exempt
+    schedule:  of the learning rate from the end of the warm-up to update `anneal`: const | linear, to a tenth |
+               cosine, to 0 (the original: to 0.1 × lr of the rate); these and the two above: danijar/dreamerv3 agent.py,
+               `_make_opt`
     found_inf: attribute, as of torch's fused optimizers: while it is a non-zero 0-d tensor, a step changes
                neither parameters nor state
     """
@@ -42,8 +49,18 @@ class LaProp(torch.optim.Optimizer):
         agc: float = 0.3,
         agc_floor: float = 1e-3,
         warmup: int = 1000,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        schedule: str = "const",
+        anneal: int = 0,
     ) -> None:
-        defaults = {
+        require_choice("optimizers.model.schedule", schedule, SCHEDULES)
+        if schedule != "const" and anneal <= warmup:
+            raise ConfigError(
+                f"optimizers.model.anneal is {anneal}: set it to the update where the learning rate stops falling, more "
+                f"than warmup ({warmup}), with schedule={schedule}"
+            )
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": (float(betas[0]), float(betas[1])),
             "eps": eps,
@@ -53,6 +70,11 @@ class LaProp(torch.optim.Optimizer):
             # with this, torch moves loaded step counts to the parameter's device, as a captured step needs
             "capturable": True,
         }
+        # What is not used is left out: the state of an optimizer stays as it was before these existed.
+        if nesterov or weight_decay:
+            defaults |= {"nesterov": nesterov, "weight_decay": weight_decay}
+        if schedule != "const":
+            defaults |= {"schedule": schedule, "anneal": anneal}
         super().__init__(params, defaults)
         self._fused: dict[int, FusedUpdate] = {}  # by the address of a group's first parameter
 
@@ -87,13 +109,19 @@ class LaProp(torch.optim.Optimizer):
         rate = group["lr"] * active
         if group["warmup"]:
             rate = rate * ((count - 1.0) / group["warmup"]).clamp(max=1.0)
+        if group.get("schedule", "const") != "const":
+            rate = rate * annealed(
+                group["schedule"], count - 1.0 - group["warmup"], group["anneal"] - group["warmup"]
+            )
         # If its first update is masked, a parameter still counts 0 steps: keep the unused corrections finite.
         count = count.clamp(min=1.0)
         # 1 - beta^count by expm1, which avoids float32 cancellation for small counts.
         scale1 = rate / -torch.expm1(count * math.log(beta1))
         scale2 = (-torch.expm1(count * math.log(beta2))).rsqrt()
 
-        fused = self._fused_update(params, square, momentum) if self.fast and active.is_cuda else None
+        nesterov, decay = group.get("nesterov", False), group.get("weight_decay", 0.0)
+        plain = nesterov or decay or not self.fast or not active.is_cuda
+        fused = None if plain else self._fused_update(params, square, momentum)
         if fused is not None:
             fused(grads, torch.stack([ratios, scale1, scale2]), active, group["betas"], group["eps"])
             return
@@ -108,7 +136,15 @@ class LaProp(torch.optim.Optimizer):
         torch._foreach_add_(size, group["eps"])
         torch._foreach_mul_(momentum, 1.0 - active * (1.0 - beta1))
         torch._foreach_addcdiv_(momentum, grads, size, value=1.0 - beta1)
-        torch._foreach_sub_(params, torch._foreach_mul(momentum, list(scale1.unbind())))
+        ahead = momentum
+        if nesterov:
+            ahead = list(torch._foreach_mul(momentum, beta1))
+            torch._foreach_addcdiv_(ahead, grads, size, value=1.0 - beta1)
+        change = torch._foreach_mul(ahead, list(scale1.unbind()))
+        if decay:
+            shrink = rate * decay * torch.tensor([float(is_decayed(p)) for p in params], device=rate.device)
+            torch._foreach_add_(change, torch._foreach_mul(params, list(shrink.unbind())))
+        torch._foreach_sub_(params, change)
 
     @staticmethod
     def _clip_ratios(
@@ -139,6 +175,19 @@ class LaProp(torch.optim.Optimizer):
             state["square"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+def annealed(schedule: str, updates: torch.Tensor, duration: int) -> torch.Tensor:
+    """Share of the learning rate after these updates, (parameters,), which may be negative during the warm-up."""
+    progress = (updates / duration).clamp(0.0, 1.0)
+    if schedule == "linear":
+        return 1.0 - 0.9 * progress
+    return 0.5 * (1.0 + torch.cos(math.pi * progress))
+
+
+def is_decayed(parameter: torch.Tensor) -> bool:
+    """Whether weight decay applies: to the weights of dense layers and convolutions."""
+    return parameter.ndim >= 2 and not getattr(parameter, "no_decay", False)
 
 
 # --- LaProp's fused update ---
