@@ -117,6 +117,10 @@ SWITCHES = {
     "weight_decay": 0.0,
     "schedule": "const",
     "anneal": 0,
+    "return_debias": False,
+    "advantage_norm": "none",
+    "value_norm": "none",
+    "actor_critic_gradient": False,
 }
 
 

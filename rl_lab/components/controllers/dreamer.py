@@ -10,7 +10,7 @@ from torch import nn
 from rl_lab.components.nn.actions import CategoricalPolicy, make_policy
 from rl_lab.components.nn.heads import TwoHotHead
 from rl_lab.components.nn.mlp import MLP, FrozenMLP, layer_style
-from rl_lab.components.nn.moving_averages import ReturnNormalizer, SlowCopy
+from rl_lab.components.nn.moving_averages import ReturnNormalizer, SlowCopy, make_normalizer
 from rl_lab.errors import ConfigError, require_choice
 from rl_lab.records import ActMode, NoiseSpec, Spec
 
@@ -23,6 +23,8 @@ class DreamerActorController(nn.Module):
     gradient:     estimator of the policy gradient: reinforce (2024, today) | dynamics: backpropagation through the
                   imagined rollout, straight through discrete actions | both (v2): `gradient_mix` × dynamics and the
                   rest × reinforce | auto (v2, 2023): dynamics for continuous actions, reinforce for others
+    return_debias: divide the averages of the return normalizer by the weights given so far (`retnorm.debias`)
+    advantage_norm: of advantages, after the scale of returns: none | meanstd | perc (`advnorm`), with reinforce only
     distribution: of continuous actions: bounded_normal (2023 and later) | tanh_normal (v1) | truncated_normal (v2)
     min_std, max_std, init_std: of that distribution; None: its default. max_std: of bounded_normal only
     noise:        exploration while actions are sampled: deviation of normal noise that is added to a continuous
@@ -43,6 +45,8 @@ class DreamerActorController(nn.Module):
         return_low: float = 0.05,
         return_high: float = 0.95,
         return_limit: float = 1.0,
+        return_debias: bool = False,
+        advantage_norm: str = "none",
         gradient: str = "reinforce",
         gradient_mix: float = 0.1,  # danijar/dreamerv2 configs.yaml: actor_grad_mix
         distribution: str = "bounded_normal",
@@ -64,6 +68,11 @@ class DreamerActorController(nn.Module):
         if gradient == "auto":
             gradient = "dynamics" if continuous else "reinforce"
         self.gradient, self.gradient_mix = gradient, gradient_mix
+        if advantage_norm != "none" and self.through_dynamics:
+            raise ConfigError(
+                f"controllers.actor.advantage_norm is {advantage_norm}: set it to none, or controllers.actor.gradient="
+                f"reinforce; the gradient is {gradient}, which has no advantage of its own"
+            )
         self.noise, self.continuous = noise, continuous
         self.policy = make_policy(
             spec.action,
@@ -85,8 +94,9 @@ class DreamerActorController(nn.Module):
             out_parts=2 if continuous and distribution != "tanh_normal" else 1,
         )
         self.return_normalizer = ReturnNormalizer(
-            rate=return_rate, low=return_low, high=return_high, limit=return_limit
+            rate=return_rate, low=return_low, high=return_high, limit=return_limit, debias=return_debias
         )
+        self.advantage_normalizer = make_normalizer("controllers.actor.advantage_norm", advantage_norm)
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:
         """feature: (…, features) -> raw outputs (…, width)."""
@@ -166,6 +176,7 @@ class DreamerCriticController(nn.Module):
     bins:         of the two-hot code; 0: squared error (v1, v2)
     slow_targets: returns and baselines use the target network's values (v2; `slowtar` in danijar/dreamerv3)
     slow_weight:  weight of the loss to the target network's value (`slowreg`); 0 in v1 and v2
+    value_norm:   the head predicts normalized returns: none | meanstd | perc (`valnorm`); `slow_value` is normalized, too
     slow_every:   updates between two updates of the target network; 100 in v2, which then copies
     layer, init, bias: see LayerStyle
     """
@@ -183,6 +194,7 @@ class DreamerCriticController(nn.Module):
         slow_targets: bool = False,
         slow_weight: float = 1.0,
         slow_every: int = 1,
+        value_norm: str = "none",
         layer: str = "rms+silu",
         init: str = "fan_in",
         bias: bool = True,
@@ -204,6 +216,7 @@ class DreamerCriticController(nn.Module):
             bias=bias,
         )
         self.slow = SlowCopy(self.head, every=slow_every)
+        self.value_normalizer = make_normalizer("controllers.critic.value_norm", value_norm)
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:
         """feature: (…, features) -> logits (…, bins)."""
@@ -211,22 +224,31 @@ class DreamerCriticController(nn.Module):
 
     def mean(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits (…, bins) -> value (…)."""
-        return self.head.mean(logits)
+        mean = self.head.mean(logits)
+        return mean if self.value_normalizer is None else self.value_normalizer.restore(mean)
 
     def value(self, feature: torch.Tensor) -> torch.Tensor:
-        return self.head.predict(feature)
+        if self.value_normalizer is None:
+            return self.head.predict(feature)
+        return self.value_normalizer.restore(self.head.predict(feature))
 
     def target_value(self, feature: torch.Tensor) -> torch.Tensor:
         """Value of the target network (…), with gradients of the feature."""
-        return self.head.mean(self.slow(feature))
+        return self.mean(self.slow(feature))
 
     @torch.no_grad()
     def slow_value(self, feature: torch.Tensor) -> torch.Tensor:
-        """Value of the target network (…), without gradients."""
+        """Value of the target network (…) as `loss` takes it, without gradients."""
         return self.head.mean(self.slow(feature))
 
     def loss(self, logits: torch.Tensor, target: torch.Tensor, slow_target: torch.Tensor) -> torch.Tensor:
-        """Loss to the return, plus `slow_weight` × loss to the target network's value: each (…) -> (…)."""
+        """Loss to the return, plus `slow_weight` × loss to the target network's value: each (…) -> (…).
+
+        With `value_norm` the returns are first counted in its averages.
+        """
+        if self.value_normalizer is not None:
+            self.value_normalizer.update(target)
+            target = self.value_normalizer.normalize(target)
         if self.slow_weight == 1.0:
             return self.head.loss(logits, target, slow_target)
         loss = self.head.loss(logits, target)

@@ -1,4 +1,4 @@
-"""Moving averages: target networks, and the scale of returns."""
+"""Moving averages: target networks, and the scale of returns, values and advantages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from rl_lab.errors import require_choice
 from rl_lab.utils.ranks import rows_of_ranks
 
 
@@ -79,44 +80,52 @@ class Averaged(nn.Module):
         torch._foreach_add_(slow, change)
 
 
-class ReturnNormalizer(nn.Module):
-    """Return normalization of DreamerV3: moving averages of two percentiles of the returns (5th and 95th).
+NORMALIZERS = ("none", "meanstd", "perc")
 
-    Advantages are divided by the range between them, but at least by `limit`: this does not amplify the noise
-    of sparse rewards.
+
+class RunningNormalizer(nn.Module):
+    """Moving averages of two statistics of the data, from which a subclass gets an offset and a scale.
+
+    The averages start at 0. debias: divide them by the weights that were given so far, as Adam does
     """
 
-    low: torch.Tensor
-    high: torch.Tensor
-    percentiles: torch.Tensor
+    given: torch.Tensor
+    buffer_names: tuple[str, str]  # of the two averages
 
-    def __init__(
-        self, *, rate: float = 0.01, low: float = 0.05, high: float = 0.95, limit: float = 1.0
-    ) -> None:
+    def __init__(self, *, rate: float, limit: float, debias: bool) -> None:
         super().__init__()
-        self.rate = rate
-        self.limit = limit
+        self.rate, self.limit, self.debias = rate, limit, debias
         self._kept: list[torch.Tensor] | None = None
-        self.register_buffer("low", torch.zeros(()))  # starts at 0 and is not debiased, as in the original
-        self.register_buffer("high", torch.zeros(()))
-        self.register_buffer("percentiles", torch.tensor([low, high]), persistent=False)
+        for name in self.buffer_names:
+            self.register_buffer(name, torch.zeros(()))
+        if debias:
+            self.register_buffer("given", torch.zeros(()))
+
+    def measure(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two statistics (0-d each) of values (M,)."""
+        raise NotImplementedError
 
     @torch.no_grad()
-    def update(self, returns: torch.Tensor) -> torch.Tensor:
-        """Update the averages with these returns (any shape); returns the scale to divide by (0-d)."""
+    def update(self, values: torch.Tensor) -> torch.Tensor:
+        """Update the averages with these values (any shape); returns the scale to divide by (0-d)."""
         if self._kept is not None:
-            self._kept.append(returns.float().flatten())
+            self._kept.append(values.float().flatten())
             return self.scale()
-        joint = rows_of_ranks(returns.float().flatten())
-        low, high = torch.quantile(joint, self.percentiles).unbind()
-        finite = torch.isfinite(low) & torch.isfinite(high)  # a masked update must not change the average
-        self.low.copy_(torch.where(finite, self.low.lerp(low, self.rate), self.low))
-        self.high.copy_(torch.where(finite, self.high.lerp(high, self.rate), self.high))
+        joint = rows_of_ranks(values.float().flatten())
+        found = self.measure(joint)
+        # A masked update must not change the averages.
+        finite = torch.isfinite(found[0]) & torch.isfinite(found[1])
+        for average, value in zip(self._averages(), found):
+            average.copy_(torch.where(finite, average.lerp(value, self.rate), average))
+        if self.debias:
+            self.given.copy_(
+                torch.where(finite, self.given.lerp(torch.ones_like(self.given), self.rate), self.given)
+            )
         return self.scale()
 
     @contextmanager
     def one_update(self) -> Iterator[None]:
-        """Inside, `update` keeps the returns of parts of a batch; the averages are updated once, at the end."""
+        """Inside, `update` keeps the values of parts of a batch; the averages are updated once, at the end."""
         self._kept = []
         try:
             yield
@@ -127,4 +136,86 @@ class ReturnNormalizer(nn.Module):
             self.update(torch.cat(kept))
 
     def scale(self) -> torch.Tensor:
-        return (self.high - self.low).clamp(min=self.limit)
+        """What values are divided by (0-d)."""
+        raise NotImplementedError
+
+    def offset(self) -> torch.Tensor:
+        """What is subtracted before (0-d)."""
+        return self._debiased()[0]
+
+    def normalize(self, values: torch.Tensor) -> torch.Tensor:
+        return (values - self.offset()) / self.scale()
+
+    def restore(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.scale() + self.offset()
+
+    def _averages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = (getattr(self, name) for name in self.buffer_names)
+        return first, second
+
+    def _debiased(self) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self._averages()
+        if not self.debias:
+            return first, second
+        weight = self.given.clamp(min=self.rate)
+        return first / weight, second / weight
+
+
+class ReturnNormalizer(RunningNormalizer):
+    """Return normalization of DreamerV3: moving averages of two percentiles of the returns (5th and 95th).
+
+    Advantages are divided by the range between them, but at least by `limit`: this does not amplify the noise
+    of sparse rewards. The averages start at 0 and are not debiased, as in the original (`retnorm.debias`).
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    percentiles: torch.Tensor
+    buffer_names = ("low", "high")
+
+    def __init__(
+        self,
+        *,
+        rate: float = 0.01,
+        low: float = 0.05,
+        high: float = 0.95,
+        limit: float = 1.0,
+        debias: bool = False,
+    ) -> None:
+        super().__init__(rate=rate, limit=limit, debias=debias)
+        self.register_buffer("percentiles", torch.tensor([low, high]), persistent=False)
+
+    def measure(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = torch.quantile(values, self.percentiles).unbind()
+        return low, high
+
+    def scale(self) -> torch.Tensor:
+        low, high = self._debiased()
+        return (high - low).clamp(min=self.limit)
+
+
+class MomentNormalizer(RunningNormalizer):
+    """Mean and standard deviation from moving averages of the values and of their squares."""
+
+    mean: torch.Tensor
+    squares: torch.Tensor
+    buffer_names = ("mean", "squares")
+
+    def measure(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return values.mean(), values.square().mean()
+
+    def scale(self) -> torch.Tensor:
+        mean, squares = self._debiased()
+        return (squares - mean.square()).clamp(min=0.0).sqrt().clamp(min=self.limit)
+
+
+def make_normalizer(key: str, kind: str) -> RunningNormalizer | None:
+    """The normalizer of values or advantages that a config key names; None for `none`.
+
+    Rate and limit: danijar/dreamerv3 configs.yaml @ e3f0224, valnorm, advnorm.
+    """
+    require_choice(key, kind, NORMALIZERS)
+    if kind == "none":
+        return None
+    make = MomentNormalizer if kind == "meanstd" else ReturnNormalizer
+    return make(rate=0.01, limit=1e-8, debias=True)

@@ -122,6 +122,7 @@ def actor_critic_losses(
     entropy_scale: torch.Tensor | float,
     own_reward: bool = False,
     critic_start: int = 0,
+    start: torch.Tensor | None = None,
 ) -> tuple[Losses, dict[str, torch.Tensor]]:
     """Losses of actor and critic (agent.py: `imag_loss`), (N, H) each; metrics.
 
@@ -134,8 +135,13 @@ def actor_critic_losses(
     own_reward:   the action of state t is credited with R_{t+1}, and with `dynamics` no value is subtracted from it,
                   so the actor has one state less (v1, v2)
     critic_start: the critic is trained on states from this one on; 1 in V1, which leaves out the replayed state
+    start:        (N, F) the first states' features, if the losses are to have gradients of them (`ac_grads`)
     """
     feature, action, returns = rollouts.feature.detach(), rollouts.action, rollouts.returns.detach()
+    value_logits = rollouts.value_logits
+    if start is not None:
+        feature = torch.cat([start.to(feature.dtype).unsqueeze(1), feature[:, 1:]], 1)
+        value_logits = critic(feature)
     gradient = getattr(actor, "gradient", "reinforce")
     with torch.no_grad():
         scale = actor.return_normalizer.update(returns)
@@ -147,6 +153,10 @@ def actor_critic_losses(
         advantage = advantage / scale
     else:
         advantage = (rollouts.returns - rollouts.value[:, :-1]) / scale
+    if getattr(actor, "advantage_normalizer", None) is not None:
+        with torch.no_grad():
+            actor.advantage_normalizer.update(advantage)
+            advantage = actor.advantage_normalizer.normalize(advantage)
     steps = advantage.shape[1]
     # The last state only bootstraps and has no action. It is sliced off after the networks, because slicing
     # the features first would copy them.
@@ -164,7 +174,7 @@ def actor_critic_losses(
         gain = mix * whole + (1.0 - mix) * log_prob * advantage.detach()
     else:
         gain = advantage if advantage.requires_grad else log_prob * advantage
-    critic_loss = critic.loss(rollouts.value_logits[:, :-1], returns, slow)
+    critic_loss = critic.loss(value_logits[:, :-1], returns, slow)
     if critic_start:
         first = rollout_weights(rollouts.cont[:, critic_start:], own_reward=own_reward)
         critic_loss = first * critic_loss[:, critic_start:]

@@ -68,6 +68,7 @@ class DreamerSettings(Settings):
     reward_transform: Literal["none", "tanh", "sign"] = "none"
     reward_gradient: bool = True
     replay_value_gradient: bool = True
+    actor_critic_gradient: bool = False
     clip_norms: dict[str, float] | None = None
     layer: str = INTERPOLATED
     init: str = INTERPOLATED

@@ -19,7 +19,7 @@ import torch
 
 from rl_lab.components.nn.fast_path import SideStream
 from rl_lab.components.nn.losses import reward_share
-from rl_lab.components.nn.moving_averages import ReturnNormalizer
+from rl_lab.components.nn.moving_averages import RunningNormalizer
 from rl_lab.components.nn.training_step import (
     Gradients,
     NonFiniteGuard,
@@ -95,6 +95,11 @@ class DreamerActing(WorldModelWorkflow):
         self.return_computer = context.component("return_computer", "__call__")
         self.actor = context.controller("actor", "sample", "log_prob_and_entropy", "act")
         self.through_dynamics = getattr(self.actor, "through_dynamics", False)
+        if self.settings.actor_critic_gradient and self.through_dynamics:
+            raise ConfigError(
+                "algorithm.actor_critic_gradient=true needs controllers.actor.gradient=reinforce: with gradients through "
+                "the dynamics the states of a rollout already have one"
+            )
         # Earlier versions have layers without fused kernels; imagination then runs step by step, with plain modules.
         self.fused = self.fast and bool(getattr(self.rssm, "fast", False))
         self.critic = context.controller("critic", "value", "slow_value", "loss", "update_slow")
@@ -268,6 +273,7 @@ class ActorCriticGradients(NamedTuple):
     gradients: Gradients
     losses: Losses
     metrics: dict[str, torch.Tensor]
+    start: torch.Tensor | None = None  # (N, F) gradient of the features where rollouts start
 
 
 class Computed(NamedTuple):
@@ -277,6 +283,16 @@ class Computed(NamedTuple):
     metrics: dict[str, torch.Tensor]
     states: State | None = None  # latents to write back
     actor_critic: SideStream[ActorCriticGradients] | None = None
+    starts: tuple[torch.Tensor, torch.Tensor] | None = (
+        None  # features (N, F), and their gradient of the actor and critic
+    )
+
+    def total(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the world model, with that gradient: its value does not change."""
+        if self.starts is None:
+            return loss
+        product = (self.starts[0] * self.starts[1].to(self.starts[0].dtype)).sum()
+        return loss + (product - product.detach())
 
 
 # Dimension of the batch in noise, where it is not the first.
@@ -357,9 +373,17 @@ class DreamerWorkflow(DreamerActing):
             imagination = side_stream(self._imagine_rollouts, states, noise, batch.terminated)
             losses, metrics = self._world_model_losses(batch, states, posterior, feature)
             rollouts = imagination.join()
-            actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars)
+            # Both critic losses would change the averages of `value_norm`: then one after the other.
+            alone = getattr(self.critic, "value_normalizer", None) is not None
+            stream = partial(SideStream, fast=False, device=self.device) if alone else side_stream
+            starts = feature[:, -self.settings.starts :].flatten(0, 1)
+            leaf = starts.detach().requires_grad_() if self.settings.actor_critic_gradient else None
+            actor_critic = stream(self._actor_critic_gradients, rollouts, scalars, leaf)
             losses.update(self._replay_value_loss(batch, feature, rollouts.returns))
-        return Computed(losses, metrics, states, actor_critic)
+        if leaf is None:
+            return Computed(losses, metrics, states, actor_critic)
+        found = actor_critic.join().start
+        return Computed(losses, metrics, states, actor_critic, None if found is None else (starts, found))
 
     def _compute_world_model(self, batch: Batch, scalars: Tensors, noise: Tensors) -> Computed:
         with self.autocast():
@@ -375,7 +399,9 @@ class DreamerWorkflow(DreamerActing):
                 feature = self.rssm.feature(states)
             # Same stream for both: a rollout must be backpropagated on the stream that produced it.
             rollouts = side_stream(self._imagine_rollouts, states, noise, batch.terminated).join()
-            actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars)
+            alone = getattr(self.critic, "value_normalizer", None) is not None
+            stream = partial(SideStream, fast=False, device=self.device) if alone else side_stream
+            actor_critic = stream(self._actor_critic_gradients, rollouts, scalars)
             losses = self._replay_value_loss(batch, feature, rollouts.returns)
         return Computed(losses, {}, actor_critic=actor_critic)
 
@@ -446,9 +472,9 @@ class DreamerWorkflow(DreamerActing):
         return torch.cat([first.unsqueeze(1), cont[:, 1:]], 1)
 
     def _actor_critic_losses(
-        self, rollouts: ImaginedRollouts, scalars: Tensors
+        self, rollouts: ImaginedRollouts, scalars: Tensors, start: torch.Tensor | None = None
     ) -> tuple[Losses, dict[str, torch.Tensor]]:
-        """Losses of actor and critic (0-d each), metrics. No gradient reaches the world model."""
+        """Losses of actor and critic (0-d each), metrics; no gradient reaches the world model but through `start`."""
         s = self.settings
         with autocast(self.precision, self.device, cache=False):
             losses, metrics = actor_critic_losses(
@@ -458,15 +484,29 @@ class DreamerWorkflow(DreamerActing):
                 entropy_scale=scalars["entropy"],
                 own_reward=s.own_reward,
                 critic_start=s.critic_start,
+                start=start,
             )
         return mean_losses(losses), {f"controller/{name}": value for name, value in metrics.items()}
 
-    def _actor_critic_gradients(self, rollouts: ImaginedRollouts, scalars: Tensors) -> ActorCriticGradients:
-        losses, metrics = self._actor_critic_losses(rollouts, scalars)
+    def _actor_critic_gradients(
+        self, rollouts: ImaginedRollouts, scalars: Tensors, start: torch.Tensor | None = None
+    ) -> ActorCriticGradients:
+        """start: (N, F) a leaf with the features where rollouts start, whose gradient is also wanted."""
+        losses, metrics = self._actor_critic_losses(rollouts, scalars, start)
         with torch.autocast(self.device.type, enabled=False):  # no autocast in a backward pass
             # One backward pass per loss: with gradients through a rollout, the actor's reaches the critic.
-            found = [find_gradients(self._total({name: losses[name]}), self.parts[name]) for name in losses]
-            return ActorCriticGradients(join_gradients(found), losses, metrics)
+            leaves: list[Any] = [] if start is None else [start]
+            found = [
+                find_gradients(self._total({name: losses[name]}), [*self.parts[name], *leaves])
+                for name in losses
+            ]
+            joint = join_gradients(found)
+            if start is None:
+                return ActorCriticGradients(joint, losses, metrics)
+            of_start = [gradient for p, gradient in joint.found if p is start]
+            trained = [(p, gradient) for p, gradient in joint.found if p is not start]
+            total = torch.stack(of_start).sum(0) if of_start else None
+            return ActorCriticGradients(Gradients(joint.loss, trained), losses, metrics, total)
 
     def _replay_value_loss(
         self,
@@ -507,9 +547,11 @@ class DreamerWorkflow(DreamerActing):
         """One optimizer step with the gradients of a batch."""
         if self.settings.grad_acc_steps > 1:
             return self._accumulated_update(compute, batch, scalars, noise)
-        losses, metrics, states, actor_critic = compute(batch, scalars, noise)
+        computed = compute(batch, scalars, noise)
+        losses, metrics, states, actor_critic = computed[:4]
         extra = None if actor_critic is None else lambda: actor_critic.join().gradients
-        step_metrics, masked = self._optimizer_step(self._total(losses), scalars, extra)
+        loss = computed.total(self._total(losses))
+        step_metrics, masked = self._optimizer_step(loss, scalars, extra)
         if actor_critic is not None:
             losses = {**losses, **actor_critic.join().losses}
             metrics = {**metrics, **actor_critic.join().metrics}
@@ -535,11 +577,11 @@ class DreamerWorkflow(DreamerActing):
         with ExitStack() as stack:
             for name in self.trained_parts:
                 for module in getattr(self, name).modules():
-                    if isinstance(module, ReturnNormalizer):
+                    if isinstance(module, RunningNormalizer):
                         stack.enter_context(module.one_update())
             for part, part_noise in zip(split_batch(batch, parts), split_noise(noise, parts, NOISE_DIMS)):
                 computed = compute(part, scalars, part_noise)
-                found = [find_gradients(self._total(computed.losses), parameters)]
+                found = [find_gradients(computed.total(self._total(computed.losses)), parameters)]
                 losses, metrics = dict(computed.losses), dict(computed.metrics)
                 if computed.actor_critic is not None:
                     more = computed.actor_critic.join()
