@@ -1,5 +1,6 @@
 import math
 
+import pytest
 import torch
 
 from rl_lab.components.representation_learners.rssm import BlockGRU
@@ -7,6 +8,12 @@ from rl_lab.components.representation_learners.rssm import BlockGRU
 
 def sigmoid(x):
     return 1.0 / (1.0 + math.exp(-x))
+
+
+def activated(hidden, norm):
+    rms = math.sqrt(sum(x * x for x in hidden) / len(hidden) + 1e-4)  # over the complete state, not per block
+    hidden = [x / rms * w for x, w in zip(hidden, norm.weight.tolist())]
+    return [x * sigmoid(x) for x in hidden]
 
 
 def slow_step(gru, deter, inputs, blocks):
@@ -22,9 +29,15 @@ def slow_step(gru, deter, inputs, blocks):
                 gru.layer.bias[g, 0, j].item()
                 + sum(x * gru.layer.weight[g, i, j].item() for i, x in enumerate(row))
             )
-    rms = math.sqrt(sum(x * x for x in hidden) / len(hidden) + 1e-4)  # over the complete state, not per block
-    hidden = [x / rms * w for x, w in zip(hidden, gru.norm.weight.tolist())]
-    hidden = [x * sigmoid(x) for x in hidden]
+    hidden = activated(hidden, gru.norm)
+    for layer, norm in zip(gru.more, gru.more_norms):
+        rows = [hidden[g * size : (g + 1) * size] for g in range(blocks)]
+        hidden = [
+            layer.bias[g, 0, j].item() + sum(x * layer.weight[g, i, j].item() for i, x in enumerate(row))
+            for g, row in enumerate(rows)
+            for j in range(size)
+        ]
+        hidden = activated(hidden, norm)
     out = []
     for g in range(blocks):
         row = hidden[g * size : (g + 1) * size]
@@ -41,9 +54,10 @@ def slow_step(gru, deter, inputs, blocks):
     return out
 
 
-def test_block_gru_matches_loop():
+@pytest.mark.parametrize("layers", [1, 3])
+def test_block_gru_matches_loop(layers: int):
     torch.manual_seed(0)
-    gru = BlockGRU(6, 4, inputs=5, blocks=2)
+    gru = BlockGRU(6, 4, inputs=5, blocks=2, layers=layers)
     for parameter in gru.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.5)
     deter, first, second = torch.randn(3, 6), torch.randn(3, 3), torch.randn(3, 2)

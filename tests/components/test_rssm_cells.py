@@ -25,6 +25,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "bias": False,
         "initial": "learned",
     },
+    "more_layers": {"classes": 4, "blocks": 2, "posterior_layers": 3, "dynamics_layers": 2},
+    "absolute": {"classes": 4, "blocks": 2, "absolute": True},
+    "absolute_v1": {"cell": "gru", "latent": "gaussian", "classes": 1, "layer": "elu", "absolute": True},
     "block_gru_gaussian": {"classes": 1, "latent": "gaussian", "std_form": "sigmoid2", "blocks": 2},
 }
 
@@ -56,8 +59,11 @@ def test_sequence_is_the_slow_loop(kind: str):
             row = {"deter": deter[None], "stoch": stoch.unflatten(0, (3, -1))[None]}
             # The deter of an imagined step is that of an observed one: its noise is not used.
             deter = rssm.imagine_step(row, before[None], torch.zeros(1, 3))["deter"][0]
-            x = rssm.posterior_in(torch.cat([deter, embed[b, t]]))
+            x = rssm.posterior_in(embed[b, t] if rssm.absolute else torch.cat([deter, embed[b, t]]))
             x = rssm.style.activate(rssm.posterior_norm(x))
+            for layer in range(KINDS[kind].get("posterior_layers", 1) - 1):
+                x = rssm.posterior_more.norms[layer](rssm.posterior_more.linears[layer](x))
+                x = rssm.style.activate(x)
             sample, found = rssm.latent.draw(rssm.posterior_out(x)[None], noise[b, t][None])
             stoch = sample[0].flatten()
             assert torch.allclose(states["deter"][b, t], deter, atol=1e-5)
@@ -130,3 +136,21 @@ def test_wrong_choices():
         RSSM(spec=vector_spec(), **SIZES, classes=2, cell="lstm")
     with pytest.raises(ConfigError, match=r"components.rssm.initial"):
         RSSM(spec=vector_spec(), **SIZES, classes=2, initial="random")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"posterior_layers": 0}, "components.rssm.posterior_layers is 0"),
+        ({"dynamics_layers": 0}, "components.rssm.dynamics_layers is 0"),
+        ({"dynamics_layers": 2, "cell": "gru"}, "components.rssm.dynamics_layers is 2, but cell=gru"),
+    ],
+)
+def test_layers_that_do_not_fit(words: dict[str, Any], text: str):
+    with pytest.raises(ConfigError, match=text):
+        RSSM(spec=vector_spec(CONTINUOUS), classes=4, blocks=2, **{**SIZES, **words})
+
+
+def test_default_layers_add_no_parameters():
+    names = dict(RSSM(spec=vector_spec(CONTINUOUS), classes=4, blocks=2, **SIZES).named_parameters())
+    assert not [name for name in names if "more" in name]

@@ -209,6 +209,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "controllers__actor__return_debias": True,
     },
     "actor_critic_gradient": {"algorithm__actor_critic_gradient": True},
+    "layers": {"components__rssm__posterior_layers": 2, "components__rssm__dynamics_layers": 2},
+    "absolute": {"components__rssm__absolute": True},
 }
 
 

@@ -20,7 +20,7 @@ from rl_lab.components.nn.actions import ActionEncoder
 from rl_lab.components.nn.latents import make_latent, noise_spec
 from rl_lab.components.nn.mlp import MLP, TODAY, BlockLinear, LayerNorm, LayerStyle, layer_style
 from rl_lab.components.representation_learners.encoders import dict_embed_dim
-from rl_lab.errors import require_choice
+from rl_lab.errors import ConfigError, require_choice
 from rl_lab.records import NoiseSpec, Spec
 
 CELLS = ("block_gru", "layer_norm_gru", "gru")
@@ -28,19 +28,21 @@ INITIAL_STATES = ("zeros", "learned")
 
 
 class BlockGRU(nn.Module):
-    """GRU with block-diagonal weights and one hidden layer before the gates.
+    """GRU with block-diagonal weights and `layers` hidden layers before the gates.
 
     Each block depends on its own part of the state, on the inputs, and on an embedding of the complete state.
     """
 
     def __init__(
-        self, deter: int, hidden: int, *, inputs: int, blocks: int, style: LayerStyle = TODAY
+        self, deter: int, hidden: int, *, inputs: int, blocks: int, layers: int = 1, style: LayerStyle = TODAY
     ) -> None:
         super().__init__()
         self.blocks, self.style = blocks, style
         self.deter_in = MLP(deter, hidden, 1, style=style)
         self.layer = BlockLinear(deter + blocks * (hidden + inputs), deter, blocks=blocks)
         self.norm = style.make_norm(deter)
+        self.more: Any = nn.ModuleList(BlockLinear(deter, deter, blocks=blocks) for _ in range(layers - 1))
+        self.more_norms: Any = nn.ModuleList(style.make_norm(deter) for _ in range(layers - 1))
         self.gates = BlockLinear(deter, 3 * deter, blocks=blocks)
 
     def forward(self, deter: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -49,6 +51,8 @@ class BlockGRU(nn.Module):
         memory = deter.unflatten(-1, (self.blocks, -1))  # (B, g, D/g)
         y = self.layer(torch.cat([memory, shared], -1))
         y = self.style.activate(self.norm(y.flatten(-2))).unflatten(-1, (self.blocks, -1))
+        for layer, norm in zip(self.more, self.more_norms):
+            y = self.style.activate(norm(layer(y).flatten(-2))).unflatten(-1, (self.blocks, -1))
         # Split within each block, not across the full width.
         reset, candidate, update = self.gates(y).chunk(3, -1)  # (B, g, D/g) each
         candidate = torch.tanh(torch.sigmoid(reset) * candidate)
@@ -108,7 +112,10 @@ class RSSM(nn.Module):
 
     embed_dim:     width of the encoder's output; None: that of a DictEncoder with `units`, `depth`, `keys` and `images`
     cell:          block_gru (2024, today) | layer_norm_gru (v2, 2023) | gru (v1)
-    blocks, action_layers: of block_gru. Normed layers of the action embedding; 0: the encoded action is the input
+    blocks, action_layers, dynamics_layers: of block_gru. Normed layers of the action embedding (0: the encoded action is
+                   the input) and before the gates (`dynlayers`)
+    posterior_layers: normed layers of the posterior (`obslayers`)
+    absolute:      the posterior depends on the observation alone, not on deter
     latent:        categorical | gaussian (v1), whose standard deviation has the form `std_form` and at least `min_std`
     initial:       zeros | learned (2023): the state at the start of an episode
     layer, init, bias: see LayerStyle
@@ -127,6 +134,9 @@ class RSSM(nn.Module):
         blocks: int = 8,
         prior_layers: int = 2,
         action_layers: int = 1,
+        posterior_layers: int = 1,
+        dynamics_layers: int = 1,
+        absolute: bool = False,
         unimix: float = 0.01,
         embed_dim: int | None = None,
         units: int = 0,
@@ -145,8 +155,16 @@ class RSSM(nn.Module):
         super().__init__()
         require_choice("components.rssm.cell", cell, CELLS)
         require_choice("components.rssm.initial", initial, INITIAL_STATES)
+        for name, layers in (("posterior_layers", posterior_layers), ("dynamics_layers", dynamics_layers)):
+            if layers < 1:
+                raise ConfigError(f"components.rssm.{name} is {layers}: set it to 1 or more")
+        if dynamics_layers > 1 and cell != "block_gru":
+            raise ConfigError(
+                f"components.rssm.dynamics_layers is {dynamics_layers}, but cell={cell} has no layers before its gates: "
+                "set it to 1, or cell=block_gru"
+            )
         self.deter, self.stoch, self.classes = deter, stoch, classes
-        self.unimix = unimix
+        self.unimix, self.absolute = unimix, absolute
         self.latent = make_latent(latent, stoch, classes, unimix=unimix, std_form=std_form, min_std=min_std)
         self.cell, self.style = cell, layer_style(layer, init, bias)
         if embed_dim is None:
@@ -159,7 +177,9 @@ class RSSM(nn.Module):
             self.action_in = MLP(self.action_encoder.out_features, hidden, action_layers, style=style)
             self.stoch_in = MLP(stoch * classes, hidden, 1, style=style)
             inputs = hidden + self.action_in.out_features
-            self.gru: Any = BlockGRU(deter, hidden, inputs=inputs, blocks=blocks, style=style)
+            self.gru: Any = BlockGRU(
+                deter, hidden, inputs=inputs, blocks=blocks, layers=dynamics_layers, style=style
+            )
         else:
             joint = JointInput(stoch * classes, self.action_encoder.out_features, hidden, style=self.style)
             self.joint_in = joint
@@ -168,8 +188,11 @@ class RSSM(nn.Module):
                 if cell == "layer_norm_gru"
                 else PlainGRU(deter, hidden)
             )
-        self.posterior_in = self.style.linear(deter + self.embed_dim, hidden)
+        self.posterior_in = self.style.linear(self.embed_dim + (0 if absolute else deter), hidden)
         self.posterior_norm = self.style.make_norm(hidden)
+        self.posterior_more = (
+            MLP(hidden, hidden, posterior_layers - 1, style=self.style) if posterior_layers > 1 else None
+        )
         self.posterior_out = self.style.output(hidden, self.latent.width)
         self.prior_net = MLP(deter, hidden, prior_layers, outputs=self.latent.width, style=self.style)
         self.initial = nn.Parameter(torch.zeros(deter)) if initial == "learned" else None
@@ -178,7 +201,8 @@ class RSSM(nn.Module):
     def has_fast_form(self) -> bool:
         """Whether the fused scan and the fused imagination compute this model."""
         plain = self.latent.noise_kind == "uniform" and self.unimix > 0.0 and self.initial is None
-        return self.cell == "block_gru" and self.style.fused and plain
+        plain = plain and self.posterior_more is None and not self.absolute
+        return isinstance(self.gru, BlockGRU) and not self.gru.more and self.style.fused and plain
 
     def noise_spec(self, *batch: int) -> NoiseSpec:
         """Random values of one state per element: (*batch, S)."""
@@ -240,7 +264,8 @@ class RSSM(nn.Module):
         # Everything outside the recurrence is computed for all steps at once: the action embedding, and the
         # observation's part of the posterior's first layer, which is linear in (deter, embed).
         actions = self._embed_action(self.action_encoder(action) * keep)
-        from_deter, from_embed = self.posterior_in.weight.split([self.deter, self.embed_dim], 1)
+        width = self.posterior_in.in_features - self.embed_dim  # of deter; 0 with `absolute`
+        from_deter, from_embed = self.posterior_in.weight.split([width, self.embed_dim], 1)
         embeds = F.linear(embed, from_embed, self.posterior_in.bias)
         if self.fast:
             from rl_lab.components.representation_learners.rssm_fast import scan_posterior
@@ -262,7 +287,10 @@ class RSSM(nn.Module):
             if start is not None:
                 deter, stoch = deter + start[0][:, t], stoch + start[1][:, t]
             deter = self._advance(deter, stoch, action_t)
-            x = self.style.activate(self.posterior_norm(torch.addmm(embed_t, deter, from_deter)))
+            x = embed_t if self.absolute else torch.addmm(embed_t, deter, from_deter)
+            x = self.style.activate(self.posterior_norm(x))
+            if self.posterior_more is not None:
+                x = self.posterior_more(x)
             sample, found = self.latent.draw(self.posterior_out(x), noise_t)
             stoch = sample.flatten(-2)
             deters.append(deter)
