@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from rl_lab.components.nn.image_stacks import STACKS, ConvLayer, StackDecoder, StackEncoder
 from rl_lab.components.nn.mlp import LayerNorm, LayerStyle, RMSNorm, layer_style
+from rl_lab.components.representation_learners.decoders import DictDecoder
+from rl_lab.components.representation_learners.encoders import DictEncoder, dict_embed_dim
 from rl_lab.errors import ConfigError
+from tests.workflows.dreamer_case import image_spec
 
 PLAIN = LayerStyle("none", "relu", "glorot")
 
@@ -36,14 +40,14 @@ def slow_transposed(x: torch.Tensor, weight: torch.Tensor, stride: int, low: int
     return y
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [(4, 2), (5, 2), (5, 1)])
+@pytest.mark.parametrize(("kernel", "stride"), [(4, 2), (5, 2), (5, 1), (3, 2), (6, 2), (4, 1)])
 def test_same_convolution_is_the_slow_loop(kernel: int, stride: int):
     x = torch.randn(2, 3, 8, 8)
     layer = ConvLayer(3, 4, kernel, style=PLAIN, stride=stride, output=True)
     assert torch.allclose(layer(x), slow_same(x, layer.weight, stride), atol=1e-5)
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [(4, 2), (5, 2), (5, 1)])
+@pytest.mark.parametrize(("kernel", "stride"), [(4, 2), (5, 2), (5, 1), (3, 2), (6, 2), (4, 1)])
 def test_same_transposed_convolution_is_the_slow_loop(kernel: int, stride: int):
     """Of jax.lax.conv_transpose: a dilated image, padded by ⌈(kernel + stride - 2) / 2⌉ at the beginning."""
     x = torch.randn(2, 3, 4, 4)
@@ -73,6 +77,58 @@ def test_published_shapes():
     assert STACKS["valid"].features((64, 64), 48) == 32 * 48
     assert STACKS["strided"].features((64, 64), 32) == 4 * 4 * 256
     assert STACKS["outer"].features((96, 96), 16) == 6 * 6 * 64
+
+
+@pytest.mark.parametrize("images", ["pooled", "outer", "strided"])
+def test_kernels_and_channels_of_choice(images: str):
+    """danijar/dreamerv3 @ e3f0224, enc.simple and dec.simple: kernel, mults."""
+    torch.manual_seed(0)
+    spec, multipliers = (
+        image_spec(16),
+        {"pooled": [1, 2], "outer": [1, 1, 2, 2, 3], "strided": [1, 1, 2, 3]}[images],
+    )
+    words: dict[str, Any] = {
+        "spec": spec,
+        "units": 8,
+        "depth": 2,
+        "images": images,
+        "kernel": 3,
+        "multipliers": multipliers,
+    }
+    encoder = DictEncoder(**words)
+    decoder = DictDecoder(**words, deter=8, stoch=3, classes=4, blocks=2)
+    weights = [p for p in encoder.parameters() if p.ndim == 4]
+    widths = [3, *(2 * multiple for multiple in multipliers)]
+    assert [tuple(w.shape) for w in weights] == [(b, a, 3, 3) for a, b in itertools.pairwise(widths)]
+    assert {tuple(p.shape[2:]) for p in decoder.parameters() if p.ndim == 4} == {(3, 3)}
+    sizes = {key: words[key] for key in ("spec", "units", "depth", "images", "multipliers")}
+    assert encoder.embed_dim == dict_embed_dim(**sizes)
+    obs = {"image": torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)}
+    found = encoder(obs)
+    assert found.shape == (2, encoder.embed_dim)
+    if images == "pooled":
+        x = obs["image"].float() / 255.0 - 0.5
+        for weight in weights:  # biases are 0 and scales are 1 at first
+            x = torch.nn.functional.max_pool2d(slow_same(x, weight, 1), 2)
+            x = torch.nn.functional.silu(x / (x.square().mean(1, keepdim=True) + 1e-4).sqrt())
+        assert torch.allclose(found, x.permute(0, 2, 3, 1).flatten(1), atol=1e-5)
+    state = {"deter": torch.randn(2, 8), "stoch": torch.randn(2, 3, 4)}
+    feature = torch.cat([state["deter"], state["stoch"].flatten(1)], 1)
+    assert decoder(state, feature)["image"].shape == (2, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"images": "valid", "kernel": 3}, "components.encoder.images is valid"),
+        ({"images": "strided", "multipliers": [1, 2]}, "components.encoder.multipliers has 2 values: list 4"),
+        ({"images": "outer", "kernel": 1}, "components.encoder.kernel is 1: set it to 2 or more"),
+        ({"images": "pooled", "kernel": 4}, "components.encoder.kernel is 4: set it to an odd number"),
+    ],
+)
+def test_kernels_and_channels_that_do_not_fit(words: dict[str, Any], text: str):
+    with pytest.raises(ConfigError, match=text):
+        DictEncoder(spec=image_spec(16), units=8, depth=2, **words)
 
 
 def test_wrong_image_sizes():

@@ -117,6 +117,8 @@ SWITCHES = {
     "weight_decay": 0.0,
     "schedule": "const",
     "anneal": 0,
+    "kernel": None,
+    "multipliers": None,
     "posterior_layers": 1,
     "dynamics_layers": 1,
     "absolute": False,

@@ -15,6 +15,7 @@ from rl_lab.workflows.dreamer.losses import ImaginedRollouts, actor_critic_losse
 from tests.workflows.dreamer_case import (
     CONTINUOUS,
     draw_noise,
+    image_spec,
     make_batch,
     make_dreamer,
     run_hook,
@@ -212,6 +213,20 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "layers": {"components__rssm__posterior_layers": 2, "components__rssm__dynamics_layers": 2},
     "absolute": {"components__rssm__absolute": True},
 }
+
+
+@pytest.mark.parametrize("kernel", [5, 3])
+def test_fast_path_equals_plain_with_other_convolutions(kernel: int):
+    """Other channels are folded, too; other kernels stay plain."""
+    parts = ("components__encoder", "components__decoder")
+    changes: dict[str, Any] = {f"{part}__kernel": kernel for part in parts}
+    changes |= {f"{part}__multipliers": [1, 2, 3] for part in parts} | {
+        "components__rssm__multipliers": [1, 2, 3]
+    }
+    changes |= {"algorithm__size__blocks": 1, "algorithm__size__bin_limit": 2.0}
+    fast = make_dreamer(image_spec(), training__fast_path="on", **changes)
+    assert fast.encoder.parts[0].fast == fast.decoder.parts[0].fast == (kernel == 5)
+    assert_fast_is_plain(image_spec(), "update", **changes)
 
 
 @pytest.mark.parametrize("name", SWITCHES)

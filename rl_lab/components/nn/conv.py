@@ -31,9 +31,9 @@ class Conv(nn.Conv2d):
 class ConvDown(nn.Module):
     """Conv → 2×2 max-pool → RMSNorm over channels → SiLU."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, *, kernel: int = KERNEL) -> None:
         super().__init__()
-        self.conv = Conv(inputs, outputs)
+        self.conv = Conv(inputs, outputs, kernel=kernel)
         self.norm = RMSNorm(outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,9 +44,9 @@ class ConvDown(nn.Module):
 class ConvUp(nn.Module):
     """Nearest 2× upsampling → Conv → RMSNorm over channels → SiLU."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, *, kernel: int = KERNEL) -> None:
         super().__init__()
-        self.conv = Conv(inputs, outputs)
+        self.conv = Conv(inputs, outputs, kernel=kernel)
         self.norm = RMSNorm(outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

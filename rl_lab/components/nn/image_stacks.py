@@ -9,7 +9,9 @@ valid    v1, v2: kernel 4, stride 2, no padding; the decoder starts from one pix
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +71,27 @@ class Stack:
     def features(self, size: tuple[int, int], depth: int) -> int:
         height, width = self.space(size)
         return self.widths(size, depth)[-1] * height * width
+
+
+def chosen_stack(
+    part: str, images: str, kernel: int | None = None, multipliers: Sequence[int] | None = None
+) -> Stack:
+    """The stack of the keys `images`, `kernel` and `multipliers` of a part, `components.<part>`."""
+    stack = STACKS[images]
+    if images == "valid" and (kernel is not None or multipliers is not None):
+        raise ConfigError(
+            f"components.{part}.images is valid, whose kernels and channels are fixed: leave kernel and multipliers "
+            "at null, or choose outer or strided"
+        )
+    if multipliers is not None and len(multipliers) != len(stack.multiples):
+        raise ConfigError(
+            f"components.{part}.multipliers has {len(multipliers)} values: list {len(stack.multiples)} with "
+            f"images={images}, one for each convolution"
+        )
+    if kernel is not None and kernel < 2:
+        raise ConfigError(f"components.{part}.kernel is {kernel}: set it to 2 or more with images={images}")
+    multiples = stack.multiples if multipliers is None else tuple(multipliers)
+    return dataclasses.replace(stack, kernel=kernel or stack.kernel, multiples=multiples)
 
 
 STACKS = {

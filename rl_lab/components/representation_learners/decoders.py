@@ -16,6 +16,7 @@ from rl_lab.components.representation_learners.encoders import (
     image_keys,
     image_shape,
     join_vectors,
+    pooled_kernel,
     select_observations,
     vector_keys,
     vector_size,
@@ -59,6 +60,7 @@ class ImageDecoder(PixelDecoder):
         units: int,
         depth: int,
         stages: Sequence[int] = STAGES,
+        kernel: int | None = None,
     ) -> None:
         super().__init__()
         from rl_lab.components.nn.conv import Conv, ConvUp
@@ -73,8 +75,18 @@ class ImageDecoder(PixelDecoder):
         self.from_deter = BlockLinear(deter, seed, blocks=blocks)
         self.from_stoch = MLP(stoch, 2 * units, 1, outputs=seed)
         self.norm = RMSNorm(widths[-1])
-        self.ups = nn.ModuleList(ConvUp(a, b) for a, b in zip(widths[:0:-1], widths[-2::-1]))
-        self.out = Conv(widths[0], channels)
+        self.kernel = pooled_kernel("decoder", kernel)
+        self.ups = nn.ModuleList(
+            ConvUp(a, b, kernel=self.kernel) for a, b in zip(widths[:0:-1], widths[-2::-1])
+        )
+        self.out = Conv(widths[0], channels, kernel=self.kernel)
+
+    @property
+    def has_fast_form(self) -> bool:
+        """Folding is of 5×5 convolutions."""
+        from rl_lab.components.nn.conv import KERNEL
+
+        return self.kernel == KERNEL
 
     def forward(self, state: State, feature: torch.Tensor) -> dict[str, torch.Tensor]:
         """state: deter (*batch, D), stoch (*batch, S, C) -> name -> (*batch, C, H, W) float32 in [0, 1]."""
@@ -106,7 +118,7 @@ def join_seed(grouped: torch.Tensor, dense: torch.Tensor, space: tuple[int, int]
 
 
 class StackImageDecoder(PixelDecoder):
-    """Image decoder of an earlier version: the transposed convolutions `images` of `nn/image_stacks.py`.
+    """Image decoder of an earlier version: the transposed convolutions of a stack of `nn/image_stacks.py`.
 
     outer (2024) starts from a map as today's decoder and ends with a sigmoid. The others start from one linear layer
     and predict pixels around 0.5 without a limit.
@@ -121,19 +133,19 @@ class StackImageDecoder(PixelDecoder):
         blocks: int,
         units: int,
         depth: int,
-        images: str,
+        stack: Any,
         style: LayerStyle,
     ) -> None:
         super().__init__()
-        from rl_lab.components.nn.image_stacks import STACKS, StackDecoder
+        from rl_lab.components.nn.image_stacks import StackDecoder
 
         self.keys = image_keys(spec)
         self.channels = [spec.observations[key].shape[0] for key in self.keys]
         channels, height, width = image_shape(spec, 0)
-        self.stack = StackDecoder(STACKS[images], channels, (height, width), depth, style)
+        self.stack = StackDecoder(stack, channels, (height, width), depth, style)
         self.space = (self.stack.seed[1], self.stack.seed[2])
         self.blocks, self.style = blocks, style
-        self.bounded = images == "outer"
+        self.bounded = stack.name == "outer"
         seed = self.stack.seed[0] * self.space[0] * self.space[1]
         if self.bounded:
             self.from_deter = BlockLinear(deter, seed, blocks=blocks)
@@ -215,7 +227,7 @@ class VectorDecoder(nn.Module):
 class DictDecoder(nn.Module):
     """Predicts all observations of the environment, or those listed in `keys`.
 
-    images, image_layer, layer, init, bias: see DictEncoder; squash, out_scale: see VectorDecoder
+    images, image_layer, kernel, multipliers, layer, init, bias: see DictEncoder; squash, out_scale: see VectorDecoder
 
     `losses` compares raw predictions with observations, `observations` converts them to observations.
     """
@@ -233,6 +245,8 @@ class DictDecoder(nn.Module):
         layers: int = 3,
         keys: Sequence[str] | None = None,
         images: str = "pooled",
+        kernel: int | None = None,
+        multipliers: Sequence[int] | None = None,
         squash: bool = True,
         out_scale: float = 1.0,
         layer: str = "rms+silu",
@@ -241,6 +255,8 @@ class DictDecoder(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
+        from rl_lab.components.nn.image_stacks import chosen_stack
+
         require_choice("components.decoder.images", images, IMAGES)
         spec = select_observations(spec, keys, "decoder")
         self.keys = list(spec.observations)
@@ -262,10 +278,12 @@ class DictDecoder(nn.Module):
         if image_keys(spec):
             sizes: Any = {"deter": deter, "stoch": flat, "blocks": blocks, "units": units, "depth": depth}
             if images == "pooled":
-                parts.append(ImageDecoder(spec=spec, **sizes))
+                stages = STAGES if multipliers is None else multipliers
+                parts.append(ImageDecoder(spec=spec, stages=stages, kernel=kernel, **sizes))
             else:
                 style = layer_style(image_layer or layer, init, bias)
-                parts.append(StackImageDecoder(spec=spec, images=images, style=style, **sizes))
+                stack = chosen_stack("decoder", images, kernel, multipliers)
+                parts.append(StackImageDecoder(spec=spec, stack=stack, style=style, **sizes))
         self.parts: Any = nn.ModuleList(parts)
 
     def forward(self, state: State, feature: torch.Tensor) -> dict[str, torch.Tensor]:

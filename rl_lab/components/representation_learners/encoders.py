@@ -153,7 +153,13 @@ class ImageEncoder(nn.Module):
     fast = False  # convolutions of folded images; see fast_path.py
 
     def __init__(
-        self, *, spec: Spec, depth: int, stages: Sequence[int] = STAGES, keys: Sequence[str] | None = None
+        self,
+        *,
+        spec: Spec,
+        depth: int,
+        stages: Sequence[int] = STAGES,
+        kernel: int | None = None,
+        keys: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         from rl_lab.components.nn.conv import ConvDown
@@ -163,8 +169,16 @@ class ImageEncoder(nn.Module):
         self.keys = image_keys(spec)
         channels, _, _ = image_shape(spec, len(stages))
         widths = [channels] + [depth * multiple for multiple in stages]
-        self.blocks = nn.ModuleList(ConvDown(a, b) for a, b in itertools.pairwise(widths))
+        self.kernel = pooled_kernel("encoder", kernel)
+        self.blocks = nn.ModuleList(ConvDown(a, b, kernel=self.kernel) for a, b in itertools.pairwise(widths))
         self.embed_dim = image_embed_dim(spec, depth, stages)
+
+    @property
+    def has_fast_form(self) -> bool:
+        """Folding is of 5×5 convolutions."""
+        from rl_lab.components.nn.conv import KERNEL
+
+        return self.kernel == KERNEL
 
     def forward(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """obs: name -> (*batch, C, H, W) uint8 -> embed (*batch, embed_dim)."""
@@ -181,6 +195,15 @@ class ImageEncoder(nn.Module):
         return x.permute(0, 2, 3, 1).reshape(*batch, self.embed_dim)
 
 
+def pooled_kernel(part: str, kernel: int | None) -> int:
+    """The kernel of convolutions that keep the size, with images=pooled; None: today's."""
+    from rl_lab.components.nn.conv import KERNEL
+
+    if kernel is not None and (kernel < 1 or kernel % 2 == 0):
+        raise ConfigError(f"components.{part}.kernel is {kernel}: set it to an odd number with images=pooled")
+    return kernel or KERNEL
+
+
 def image_embed_dim(spec: Spec, depth: int, stages: Sequence[int] = STAGES) -> int:
     _, height, width = image_shape(spec, len(stages))
     return depth * stages[-1] * (height >> len(stages)) * (width >> len(stages))
@@ -191,6 +214,7 @@ class DictEncoder(nn.Module):
 
     images: convolutions: pooled (today) | outer (2024) | strided (2023) | valid (v1, v2); see `nn/image_stacks.py`
     image_layer: norm and activation of the convolutions of an earlier version; None: `layer`
+    kernel, multipliers: of the convolutions; channels of each in multiples of `depth` (`mults`). None: those of `images`
     layer, init, bias: see LayerStyle; squash: see MLPEncoder
     """
 
@@ -203,6 +227,8 @@ class DictEncoder(nn.Module):
         layers: int = 3,
         keys: Sequence[str] | None = None,
         images: str = "pooled",
+        kernel: int | None = None,
+        multipliers: Sequence[int] | None = None,
         squash: bool = True,
         layer: str = "rms+silu",
         image_layer: str | None = None,
@@ -210,6 +236,8 @@ class DictEncoder(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
+        from rl_lab.components.nn.image_stacks import chosen_stack
+
         require_choice("components.encoder.images", images, IMAGES)
         spec = select_observations(spec, keys, "encoder")
         parts: list[Any] = []
@@ -227,10 +255,14 @@ class DictEncoder(nn.Module):
                 )
             )
         if image_keys(spec) and images == "pooled":
-            parts.append(ImageEncoder(spec=spec, depth=depth, keys=image_keys(spec)))
+            stages = STAGES if multipliers is None else multipliers
+            parts.append(
+                ImageEncoder(spec=spec, depth=depth, stages=stages, kernel=kernel, keys=image_keys(spec))
+            )
         elif image_keys(spec):
             convolutions = layer_style(image_layer or layer, init, bias)
-            parts.append(StackImageEncoder(spec=spec, depth=depth, images=images, style=convolutions))
+            stack = chosen_stack("encoder", images, kernel, multipliers)
+            parts.append(StackImageEncoder(spec=spec, depth=depth, stack=stack, style=convolutions))
         self.parts: Any = nn.ModuleList(parts)
         self.embed_dim: int = sum(part.embed_dim for part in parts)
 
@@ -241,15 +273,15 @@ class DictEncoder(nn.Module):
 
 
 class StackImageEncoder(nn.Module):
-    """Image encoder of an earlier version: the convolutions `images` of `nn/image_stacks.py`."""
+    """Image encoder of an earlier version, with a stack of `nn/image_stacks.py`."""
 
-    def __init__(self, *, spec: Spec, depth: int, images: str, style: LayerStyle) -> None:
+    def __init__(self, *, spec: Spec, depth: int, stack: Any, style: LayerStyle) -> None:
         super().__init__()
-        from rl_lab.components.nn.image_stacks import STACKS, StackEncoder
+        from rl_lab.components.nn.image_stacks import StackEncoder
 
         self.keys = image_keys(spec)
         channels, height, width = image_shape(spec, 0)
-        self.stack = StackEncoder(STACKS[images], channels, (height, width), depth, style)
+        self.stack = StackEncoder(stack, channels, (height, width), depth, style)
         self.embed_dim = self.stack.features
 
     def forward(self, obs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -261,7 +293,13 @@ class StackImageEncoder(nn.Module):
 
 
 def dict_embed_dim(
-    spec: Spec, *, units: int, depth: int, keys: Sequence[str] | None = None, images: str = "pooled"
+    spec: Spec,
+    *,
+    units: int,
+    depth: int,
+    keys: Sequence[str] | None = None,
+    images: str = "pooled",
+    multipliers: Sequence[int] | None = None,
 ) -> int:
     """Output width of a DictEncoder, without building it."""
     require_choice("components.rssm.images", images, IMAGES)
@@ -270,8 +308,9 @@ def dict_embed_dim(
     if not image_keys(spec):
         return vector
     if images == "pooled":
-        return vector + image_embed_dim(spec, depth)
-    from rl_lab.components.nn.image_stacks import STACKS
+        return vector + image_embed_dim(spec, depth, STAGES if multipliers is None else multipliers)
+    from rl_lab.components.nn.image_stacks import chosen_stack
 
     _, height, width = image_shape(spec, 0)
-    return vector + STACKS[images].features((height, width), depth)
+    stack = chosen_stack("encoder", images, None, multipliers)
+    return vector + stack.features((height, width), depth)

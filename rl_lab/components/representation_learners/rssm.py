@@ -110,7 +110,7 @@ State = dict[str, torch.Tensor]
 class RSSM(nn.Module):
     """Latent dynamics: `observe`, `observe_sequence`, `imagine_step`.
 
-    embed_dim:     width of the encoder's output; None: that of a DictEncoder with `units`, `depth`, `keys` and `images`
+    embed_dim:     width of the encoder's output; None: that of a DictEncoder with `units`, `depth`, `keys`, `images`, `multipliers`
     cell:          block_gru (2024, today) | layer_norm_gru (v2, 2023) | gru (v1)
     blocks, action_layers, dynamics_layers: of block_gru. Normed layers of the action embedding (0: the encoded action is
                    the input) and before the gates (`dynlayers`)
@@ -143,6 +143,7 @@ class RSSM(nn.Module):
         depth: int = 0,
         keys: Sequence[str] | None = None,
         images: str = "pooled",
+        multipliers: Sequence[int] | None = None,
         cell: str = "block_gru",
         latent: str = "categorical",
         std_form: str = "softplus",
@@ -168,7 +169,9 @@ class RSSM(nn.Module):
         self.latent = make_latent(latent, stoch, classes, unimix=unimix, std_form=std_form, min_std=min_std)
         self.cell, self.style = cell, layer_style(layer, init, bias)
         if embed_dim is None:
-            embed_dim = dict_embed_dim(spec, units=units, depth=depth, keys=keys, images=images)
+            embed_dim = dict_embed_dim(
+                spec, units=units, depth=depth, keys=keys, images=images, multipliers=multipliers
+            )
         self.embed_dim = embed_dim
         self.features = deter + stoch * classes
         self.action_encoder = ActionEncoder(spec.action)
