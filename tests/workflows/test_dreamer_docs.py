@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -66,7 +67,7 @@ def composed(name: str) -> DictConfig:
 
 def version_rows() -> list[tuple[list[str], list[str]]]:
     """Keys and cells (v1, v2, 2023, 2024, today) of the tables of versions; an empty cell is that of today."""
-    text = PAGE.partition("\n## Versions")[2].partition("\nTwo more keys")[0]
+    text = PAGE.partition("\n## Versions")[2].partition("\n**Switches that no version uses.**")[0]
     rows = []
     for line in text.splitlines():
         if line.startswith("| ") and not line.startswith("| Switch"):
@@ -179,6 +180,20 @@ def test_table_of_versions_has_every_switch():
     assert missing - {"components", "controllers", "optimizers", "algorithm"} == set()
 
 
+def test_switches_that_no_version_uses():
+    """The first value in the table is that of every version, if it has the key."""
+    text = PAGE.partition("\n**Switches that no version uses.**")[2].partition("\n`slowtar`")[0]
+    rows = re.findall(r"^\| (`[^|]+`) \| `[^|]+` \| ([\w.]+)[,:]? ?[^|]*\|$", text, re.M)
+    assert len(rows) == 15
+    names = [name for found in VERSIONS.values() for each in found.values() for name in each]
+    for keys, default in rows:
+        for key, name in itertools.product(re.findall(r"`([\w.]+)`", keys), names):
+            optimizer = composed(name).optimizers.model._target_
+            if not key.startswith("optimizers.") or optimizer.endswith("LaProp"):
+                assert OmegaConf.select(composed(name), key, default="absent") != "absent"
+                assert states(default, key, composed(name)), f"{key} in {name} is not {default}"
+
+
 def test_presets_say_what_the_paper_has():
     """The train ratio of Atari 100k, what is not plotted; the 2024 presets have the agent of 2024."""
     said = {path.stem: path.read_text() for path in (CONFIG_FOLDER / "experiment").glob("dreamer_*.yaml")}
@@ -218,7 +233,10 @@ def test_policy_deviation_shares_the_output_layer_and_is_bounded():
         [policy.sample(raw, torch.full((2, 2), 1.0)), policy.sample(raw, torch.zeros(2, 2))]
     )
     assert torch.allclose(samples[0] - samples[1], torch.tensor([0.1, 1.0]).expand(2, 2), atol=1e-4)
-    assert "The bounds of the deviation (0.1 and 1) are not settings" in TEXT
+    assert "`controllers.actor.min_std` (null: 0.1) and `max_std` (1)" in TEXT
+    narrow = make_policy(CONTINUOUS, min_std=0.2, max_std=0.5)
+    spread = narrow.sample(raw, torch.full((2, 2), 1.0)) - narrow.sample(raw, torch.zeros(2, 2))
+    assert torch.allclose(spread, torch.tensor([0.2, 0.5]).expand(2, 2), atol=1e-4)
 
 
 @pytest.mark.parametrize(
