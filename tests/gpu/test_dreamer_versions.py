@@ -30,9 +30,31 @@ CASES = {
     "2023_continuous": ["experiment=dreamer_dmc_proprio_2023", "environment=dummy_continuous", *HEADS],
     "2024": ["experiment=dreamer_dmc_vision_2024", "environment=catch", *HEADS],
     "2024_continuous": ["experiment=dreamer_dmc_proprio_2024", "environment=dummy_continuous", *HEADS],
+    "normalized": [
+        "experiment=dreamer_catch",
+        "controllers.critic.value_norm=meanstd",
+        "controllers.actor.advantage_norm=meanstd",
+        "controllers.actor.return_debias=true",
+        "algorithm.actor_critic_gradient=true",
+        *HEADS,
+    ],
+    "authors_layers": [
+        "experiment=dreamer_catch",
+        "components.rssm.posterior_layers=2",
+        "components.rssm.dynamics_layers=2",
+        "components.encoder.kernel=3",
+        "components.decoder.kernel=3",
+        "optimizers.model.nesterov=true",
+        "optimizers.model.weight_decay=0.01",
+        *HEADS,
+    ],
     "plan2explore": ["experiment=plan2explore_dmc_vision", "environment=dummy_continuous", *HEADS],
 }
-HOOKS = [(name, "update") for name in CASES] + [("plan2explore", "explore"), ("v2_both", "update_controller")]
+HOOKS = [(name, "update") for name in CASES] + [
+    ("plan2explore", "explore"),
+    ("v2_both", "update_controller"),
+    ("normalized", "update_controller"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -19,19 +19,15 @@ from rl_lab.records import ActMode, Batch, Hook, UpdateResult
 from rl_lab.utils.device import autocast
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer.losses import (
+    ActorCriticGradients,
+    Computed,
     ImaginedRollouts,
     actor_critic_losses,
     evaluate_rollouts,
     mean_losses,
 )
 from rl_lab.workflows.dreamer.settings import DreamerSettings, ExploreSettings
-from rl_lab.workflows.dreamer.workflow import (
-    ActorCriticGradients,
-    Computed,
-    DreamerWorkflow,
-    State,
-    Tensors,
-)
+from rl_lab.workflows.dreamer.workflow import DreamerWorkflow, State, Tensors
 
 
 class ExploreWorkflow(DreamerWorkflow):

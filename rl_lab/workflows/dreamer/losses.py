@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rl_lab.components.nn.fast_path import SideStream
 from rl_lab.components.nn.latents import CategoricalLatent, Latent
 from rl_lab.components.nn.losses import reward_share
+from rl_lab.components.nn.training_step import Gradients
 from rl_lab.utils.ranks import clamp_mean
 
 Losses = dict[str, torch.Tensor]
@@ -223,3 +225,35 @@ def replay_value_loss(
         slow = critic.slow_value(feature[:, :-1])
         weight = (~last[:, :-1]).float()
     return weight * critic.loss(logits, returns, slow)
+
+
+# ---------------------------------------------------------------- results of one pass over a batch
+
+
+class ActorCriticGradients(NamedTuple):
+    """Result of one backward pass of actor and critic on imagined rollouts."""
+
+    gradients: Gradients
+    losses: Losses
+    metrics: dict[str, torch.Tensor]
+    start: torch.Tensor | None = None  # (N, F) gradient of the features where rollouts start
+
+
+class Computed(NamedTuple):
+    """What one pass over a batch, or over a part of it, gives to the optimizer step."""
+
+    losses: Losses
+    metrics: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor] | None = None  # latents to write back
+    actor_critic: SideStream[ActorCriticGradients] | None = None
+    starts: torch.Tensor | None = None  # (N, F) features that are to have the gradients of actor and critic
+
+    def total(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the world model, with those gradients: its value does not change."""
+        if self.starts is None or self.actor_critic is None:
+            return loss
+        gradient = self.actor_critic.join().start
+        if gradient is None:
+            return loss
+        product = (self.starts * gradient.to(self.starts.dtype)).sum()
+        return loss + (product - product.detach())

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,6 +44,8 @@ from rl_lab.utils.device import autocast, product_dtype, resolve_precision
 from rl_lab.workflows.base import PhaseConfig, PolicyState, WorldModelWorkflow
 from rl_lab.workflows.context import WorkflowContext
 from rl_lab.workflows.dreamer.losses import (
+    ActorCriticGradients,
+    Computed,
     ImaginedRollouts,
     Losses,
     actor_critic_losses,
@@ -103,6 +105,8 @@ class DreamerActing(WorldModelWorkflow):
         # Earlier versions have layers without fused kernels; imagination then runs step by step, with plain modules.
         self.fused = self.fast and bool(getattr(self.rssm, "fast", False))
         self.critic = context.controller("critic", "value", "slow_value", "loss", "update_slow")
+        # Both of its losses change the averages of its values: they are computed one after the other.
+        self.value_norm = getattr(self.critic, "value_normalizer", None) is not None
         if self.encoder.embed_dim != self.rssm.embed_dim:
             raise ConfigError(
                 f"components.rssm.embed_dim is {self.rssm.embed_dim}, but the encoder's output has width "
@@ -267,34 +271,6 @@ WORLD_MODEL = ("encoder", "rssm", "decoder", "reward_head", "continue_head")
 CONTROLLER_LOSSES = ("actor", "critic", "replay_value")
 
 
-class ActorCriticGradients(NamedTuple):
-    """Result of one backward pass of actor and critic on imagined rollouts."""
-
-    gradients: Gradients
-    losses: Losses
-    metrics: dict[str, torch.Tensor]
-    start: torch.Tensor | None = None  # (N, F) gradient of the features where rollouts start
-
-
-class Computed(NamedTuple):
-    """What one pass over a batch, or over a part of it, gives to the optimizer step."""
-
-    losses: Losses
-    metrics: dict[str, torch.Tensor]
-    states: State | None = None  # latents to write back
-    actor_critic: SideStream[ActorCriticGradients] | None = None
-    starts: tuple[torch.Tensor, torch.Tensor] | None = (
-        None  # features (N, F), and their gradient of the actor and critic
-    )
-
-    def total(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of the world model, with that gradient: its value does not change."""
-        if self.starts is None:
-            return loss
-        product = (self.starts[0] * self.starts[1].to(self.starts[0].dtype)).sum()
-        return loss + (product - product.detach())
-
-
 # Dimension of the batch in noise, where it is not the first.
 NOISE_DIMS: Mapping[str, int | None] = {"prior": 1, "action": 1}
 
@@ -373,17 +349,15 @@ class DreamerWorkflow(DreamerActing):
             imagination = side_stream(self._imagine_rollouts, states, noise, batch.terminated)
             losses, metrics = self._world_model_losses(batch, states, posterior, feature)
             rollouts = imagination.join()
-            # Both critic losses would change the averages of `value_norm`: then one after the other.
-            alone = getattr(self.critic, "value_normalizer", None) is not None
-            stream = partial(SideStream, fast=False, device=self.device) if alone else side_stream
-            starts = feature[:, -self.settings.starts :].flatten(0, 1)
-            leaf = starts.detach().requires_grad_() if self.settings.actor_critic_gradient else None
-            actor_critic = stream(self._actor_critic_gradients, rollouts, scalars, leaf)
+            starts = leaf = None
+            if self.settings.actor_critic_gradient:
+                starts = feature[:, -self.settings.starts :].flatten(0, 1)
+                leaf = starts.detach().requires_grad_()
+            actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars, leaf)
+            if self.value_norm:
+                actor_critic.join()
             losses.update(self._replay_value_loss(batch, feature, rollouts.returns))
-        if leaf is None:
-            return Computed(losses, metrics, states, actor_critic)
-        found = actor_critic.join().start
-        return Computed(losses, metrics, states, actor_critic, None if found is None else (starts, found))
+        return Computed(losses, metrics, states, actor_critic, starts)
 
     def _compute_world_model(self, batch: Batch, scalars: Tensors, noise: Tensors) -> Computed:
         with self.autocast():
@@ -399,9 +373,9 @@ class DreamerWorkflow(DreamerActing):
                 feature = self.rssm.feature(states)
             # Same stream for both: a rollout must be backpropagated on the stream that produced it.
             rollouts = side_stream(self._imagine_rollouts, states, noise, batch.terminated).join()
-            alone = getattr(self.critic, "value_normalizer", None) is not None
-            stream = partial(SideStream, fast=False, device=self.device) if alone else side_stream
-            actor_critic = stream(self._actor_critic_gradients, rollouts, scalars)
+            actor_critic = side_stream(self._actor_critic_gradients, rollouts, scalars)
+            if self.value_norm:
+                actor_critic.join()
             losses = self._replay_value_loss(batch, feature, rollouts.returns)
         return Computed(losses, {}, actor_critic=actor_critic)
 
