@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from rl_lab.components.dynamics.backbones import PretrainedBackbone, copy_state
 from rl_lab.errors import ConfigError, MissingPackageError, install_line
-from tests.workflows.iris_case import make_workflow, run_hook
+from tests.workflows.iris_case import KINDS, make_workflow, run_hook
 
 B, T, WIDTH = 3, 9, 16
 
@@ -105,7 +105,7 @@ def test_sequences_at_different_positions(folder):
     assert all(torch.equal(state[key], kept[key]) for key in state)  # `mixed` was a copy
 
 
-@pytest.mark.parametrize("kind", ["iris", "delta_iris"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_loaded_weights_kept_and_only_norms_trained(kind, tmp_path):
     loaded = write_folder(tmp_path / "model")
     workflow = make_workflow(
@@ -148,17 +148,25 @@ def test_modes_are_causal_and_cached(folder, mode):
     torch.testing.assert_close(torch.cat(found, 1), backbone(x), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_each_mode_trains(tmp_path, mode):
+@pytest.mark.parametrize(
+    ("kind", "mode", "weights"),
+    [*((kind, mode, "pretrained") for kind in KINDS for mode in MODES)]
+    + [("iris", mode, "random") for mode in ("frozen", "all")],
+)
+def test_what_each_mode_trains(tmp_path, kind, mode, weights):
+    """Two updates: what is trained has changed, and all else of the language model is the same bit for bit."""
     write_folder(tmp_path / "model")
     workflow = make_workflow(
-        "iris",
+        kind,
         "components/backbone@components.world_model.backbone=pretrained",
         f"components.world_model.backbone.path={tmp_path / 'model'}",
         f"components.world_model.backbone.trained={mode}",
+        f"components.world_model.backbone.weights={weights}",
     )
-    language = workflow.world_model.backbone.model
+    model = workflow.world_model
+    language = model.backbone.model
     before = {name: value.clone() for name, value in language.state_dict().items()}
+    around = {name: p.detach().clone() for name, p in model.named_parameters() if ".model." not in name}
     for seed in range(2):  # the second matrix of LoRA starts at 0, so the first moves with the second update
         run_hook(workflow, "update_world_model", seed=seed)
     changed = {name for name, value in language.state_dict().items() if not torch.equal(value, before[name])}
@@ -174,6 +182,14 @@ def test_what_each_mode_trains(tmp_path, mode):
     }
     assert trained == wanted[mode]
     assert mode != "lora" or len(trained) == 2 * 4 * 2  # two matrices, four layers, two blocks
+    # The layers around it are trained in every mode: embeddings, heads, and where the widths differ those between them.
+    now = dict(model.named_parameters())
+    mapped = {"backbone.enter.weight", "backbone.leave.weight"} <= set(around)
+    assert mapped == (model.dim != WIDTH) == (kind == "delta_iris")
+    assert not {name for name, value in around.items() if torch.equal(now[name], value)}
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    run_hook(workflow, "update_actor_critic")  # imagines with the cache
+    assert all(torch.equal(value, after[name]) for name, value in model.state_dict().items())
 
 
 def test_random_weights_are_the_control(tmp_path):

@@ -64,10 +64,20 @@ def test_tokenizers_train(kind: str, name: str):
         assert float(metrics["loss/return"]) > 0.0
 
 
-@pytest.mark.parametrize("words", [[], ONCE], ids=["token_by_token", "frame_at_once"])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("iris", []), ("iris", ONCE), ("delta_iris", [])],
+    ids=["token_by_token", "frame_at_once", "delta_iris"],
+)
 @pytest.mark.parametrize("name", BACKBONES)
-def test_backbones_train(name: str, words: list[str]):
-    updated("iris", *words, *BACKBONES[name])
+def test_backbones_train(name: str, kind: str, words: list[str]):
+    workflow = updated(kind, *words, *BACKBONES[name])
+    backbone = workflow.world_model.backbone
+    assert type(backbone).__name__.lower().startswith(name.replace("_", ""))
+    before = {key: p.detach().clone() for key, p in backbone.named_parameters()}
+    run_hook(workflow, "update_world_model", seed=1)
+    still = {key for key, p in backbone.named_parameters() if torch.equal(p, before[key])}
+    assert not still, "every weight of the backbone is trained"
 
 
 def test_frame_at_once_with_continuous_latents():
