@@ -37,6 +37,9 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(prog="rl-lab bench dreamer", description="time of one Dreamer update")
     parser.add_argument("--size", default="12m", help="one or several sizes, separated by commas")
     parser.add_argument("--version", help=f"versions at equal size, by commas: {', '.join(VERSIONS)}")
+    parser.add_argument(
+        "--tiny", action="store_true", help="smallest networks in place of --size, as a smoke test"
+    )
     parser.add_argument("--precision", default="auto", help="training.precision, for all versions")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--batch", default="16x64", help="sequences x steps")
@@ -48,7 +51,7 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if options.version:
         return measure_versions(options.version.split(","), options)
-    for size in options.size.split(","):
+    for size in ["tiny"] if options.tiny else options.size.split(","):
         rows += measure(size, [f"size={size}"], options)
     return rows
 
@@ -57,16 +60,12 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
 SIZE_2023 = "{deter: 512, hidden: 352, stoch: 32, classes: 32, blocks: 1, depth: 20, units: 352, bins: 255, layers: 2}"
 SIZE_V2 = "{deter: 400, hidden: 400, stoch: 32, classes: 32, blocks: 1, depth: 32, units: 400, bins: 0}"
 SIZE_V1 = "{deter: 600, hidden: 600, stoch: 64, classes: 1, blocks: 1, depth: 36, units: 400, bins: 0}"
-VERSIONS: dict[str, list[str]] = {
-    "v1": [
-        "algorithm=dreamer_v1",
-        f"algorithm.size={SIZE_V1}",
-        "controllers.actor.gradient=dynamics",
-    ],
-    "v2": ["algorithm=dreamer_v2", f"algorithm.size={SIZE_V2}"],
-    "2023": ["algorithm=dreamer_2023", f"algorithm.size={SIZE_2023}"],
-    "2024": ["algorithm=dreamer_2024", "size=12m"],
-    "today": ["algorithm=dreamer", "size=12m"],
+VERSIONS: dict[str, tuple[str, list[str]]] = {  # the word for the size, and the others
+    "v1": (f"algorithm.size={SIZE_V1}", ["algorithm=dreamer_v1", "controllers.actor.gradient=dynamics"]),
+    "v2": (f"algorithm.size={SIZE_V2}", ["algorithm=dreamer_v2"]),
+    "2023": (f"algorithm.size={SIZE_2023}", ["algorithm=dreamer_2023"]),
+    "2024": ("size=12m", ["algorithm=dreamer_2024"]),
+    "today": ("size=12m", ["algorithm=dreamer"]),
 }
 
 
@@ -77,8 +76,9 @@ def measure_versions(names: list[str], options: argparse.Namespace) -> list[dict
     rows: list[dict[str, Any]] = []
     times: dict[str, float] = {}
     for name in dict.fromkeys([*names, "today"]):
+        size, words = VERSIONS[name]
         optimizer = [] if name in ("2024", "today") else ["~optimizers.model.warmup"]
-        found = measure(name, [*VERSIONS[name], *optimizer], options)
+        found = measure(name, [*words, "size=tiny" if options.tiny else size, *optimizer], options)
         times[name] = found[0]["value"]
         rows += found
     return rows + [
@@ -102,11 +102,12 @@ def measure(label: str, words: list[str], options: argparse.Namespace) -> list[d
     words += [f"algorithm.batch_size={batch_size}", f"algorithm.batch_length={batch_length}"]
     words += ["algorithm.imagination_horizon=15", "algorithm.imagination_last=0"]
     words += [f"training.fast_path={'off' if options.plain else 'auto'}"]
-    words += [f"buffers.replay.capacity={STREAMS * ROWS_PER_STREAM}"]
+    rows_per_stream = 60 if options.tiny else ROWS_PER_STREAM
+    words += [f"buffers.replay.capacity={STREAMS * rows_per_stream}"]
     config = resolve_config(compose_config(words), spec)
     workflow = assemble_workflow(config, spec, device)
     buffer = build_buffers(config, spec, workflow.policy_columns(), device)["replay"]
-    fill(buffer)
+    fill(buffer, rows_per_stream)
     hook = workflow.hooks()["update"]
     generator = torch.Generator(device).manual_seed(0)
     runner = HookRunner("update", hook, device=device, generator=generator, capture=not options.eager)
@@ -146,10 +147,10 @@ def measure(label: str, words: list[str], options: argparse.Namespace) -> list[d
     return rows
 
 
-def fill(buffer: Any) -> None:
+def fill(buffer: Any, rows_per_stream: int) -> None:
     """Random rows; an episode starts every 200 rows."""
     generator = torch.Generator().manual_seed(0)
-    for step in range(ROWS_PER_STREAM):
+    for step in range(rows_per_stream):
         row: dict[str, Any] = {}
         for name, spec in buffer.columns.items():
             shape = (STREAMS, *spec.shape)

@@ -24,7 +24,8 @@ def run(argv: list[str]) -> list[dict[str, Any]]:
     parser.add_argument("--batch", default="16x64", help="sequences x steps")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args(argv)
-    options.precision, options.eager, options.plain, options.profile = "auto", False, False, False
+    options.precision = "auto"
+    options.tiny = options.eager = options.plain = options.profile = False
     dreamer = load_benchmark("dreamer")
     rows = []
     for size in options.size.split(","):
