@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import rl_lab
@@ -12,8 +11,7 @@ from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config, known_choices
 from rl_lab.environments.make import suites
 from rl_lab.errors import MissingPackageError
-from tests.buffers.test_zarr_layout import write_array
-from tests.config.stored_data import stored_data
+from tests.config.stored_data import pusht_demonstrations, stored_data
 from tests.environments.suites.suite_cases import use_stand_in
 
 SLOW = {
@@ -56,18 +54,6 @@ def test_every_experiment_trains(name: str, tmp_path: Path):
         collects = any(phase.get("type") != "offline" for phase in config.training.phases)
         assert run.counters["env_steps" if collects else "updates"] >= config.training.total_timesteps
     assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
-
-
-def pusht_demonstrations(path: Path) -> Path:
-    """Two short episodes in the zarr layout of the published ones, not compressed."""
-    rows = np.linspace(1, 500, 24, dtype=np.float32)
-    write_array(path / "data" / "state", np.stack([rows] * 5, axis=1), (24, 5))
-    write_array(path / "data" / "keypoint", np.stack([rows] * 18, axis=1).reshape(24, 9, 2), (24, 9, 2))
-    write_array(path / "data" / "action", np.stack([rows] * 2, axis=1), (24, 2))
-    write_array(path / "data" / "img", np.zeros((24, 96, 96, 3), np.float32), (24, 96, 96, 3))
-    write_array(path / "meta" / "episode_ends", np.array([11, 24]), (2,))
-    (path / ".zgroup").write_text('{"zarr_format": 2}')
-    return path
 
 
 NOW = ["atari", "atari100k", "crafter", "dmc_proprio", "dmc_vision", "memory_maze"]
