@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rl_lab.errors import MissingPackageError, install_line
-from rl_lab.tools.bench import load_benchmark
+from rl_lab.tools.bench import ResultFile, load_benchmark
 
 shared: Any = load_benchmark("tokenizers")
 
@@ -53,32 +53,44 @@ def backbone_variants(language_model: str, real: bool, layers: int | None) -> di
     }
 
 
-def run(argv: list[str]) -> list[dict[str, Any]]:
+def run(argv: list[str], file: ResultFile | None = None) -> list[dict[str, Any]]:
     parser = shared.make_parser("backbones")
     parser.add_argument("--language-model", help="folder of a language model, or its name on the hub")
     parser.add_argument(
         "--tokenizer-updates", type=int, help="of the tokenizer that all share; default: --updates"
     )
     parser.add_argument("--language-layers", type=int, help="only the first so many blocks of it")
-    options = parser.parse_args(argv)
-    results: dict[str, dict[str, Any]] = {}
+    options = shared.filled(parser.parse_args(argv))
     with tempfile.TemporaryDirectory() as folder:
-        language_model = options.language_model or small_language_model(Path(folder, "gpt2"))
-        variants = shared.chosen(
-            backbone_variants(language_model, bool(options.language_model), options.language_layers), options
-        )
+        language_model = options.language_model or str(Path(folder, "gpt2"))
+        variants = backbone_variants(language_model, bool(options.language_model), options.language_layers)
+        results = shared.Results("backbones", parser, options, variants, file)
+        missing = results.missing()
+        if not options.language_model and any(name.startswith("lm_") for name in missing):
+            small_language_model(Path(language_model))
         stored = shared.Stored(options, Path(folder))
-        first = shared.Lab(options, [], stored)
-        first.train("tokenizer", stored.buffer("train"), options.tokenizer_updates or options.updates)
-        tokenizer = first.workflow.tokenizer.state_dict()
-        results |= bounds(first, stored)
-        for name, variant in variants.items():
-            results[name] = shared.attempt(
-                name, lambda chosen=variant: one_row(options, chosen, stored, tokenizer)
+        tokenizer = shared_tokenizer(options, stored, results)
+        for name, variant in missing.items():
+            results.add(
+                name,
+                shared.attempt(name, lambda chosen=variant: one_row(options, chosen, stored, tokenizer)),
             )
-            shared.write(options, "backbones", results)
         stored.close()
-    return shared.rows_of("backbones", options.set, results)
+    return results.rows()
+
+
+def shared_tokenizer(options: Any, stored: Any, results: Any) -> dict[str, torch.Tensor]:
+    """Train the tokenizer and measure the bounds, or take both from the file of an earlier call."""
+    place = "tokenizer/"
+    if "real_environment" in results.found:
+        return {k.removeprefix(place): v for k, v in results.tensors.items() if k.startswith(place)}
+    lab = shared.Lab(options, [], stored)
+    lab.train("tokenizer", stored.buffer("train"), options.tokenizer_updates or options.updates)
+    tokenizer: dict[str, torch.Tensor] = lab.workflow.tokenizer.state_dict()
+    results.tensors |= {place + name: value for name, value in tokenizer.items()}
+    for name, row in bounds(lab, stored).items():
+        results.add(name, row)
+    return tokenizer
 
 
 def one_row(options: Any, variant: Any, stored: Any, tokenizer: Any) -> dict[str, Any]:
@@ -137,7 +149,7 @@ def bounds(lab: Any, stored: Any) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def small_language_model(folder: Path) -> str:
+def small_language_model(folder: Path) -> None:
     """Write a small GPT-2 with random weights."""
     try:
         from transformers import GPT2Config, GPT2Model
@@ -148,4 +160,3 @@ def small_language_model(folder: Path) -> str:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=16, n_positions=512, n_embd=256, n_layer=4, n_head=4)
     GPT2Model(config).save_pretrained(folder)
-    return str(folder)

@@ -15,6 +15,8 @@ numbers of updates, frames and random numbers. Everything is measured on episode
                      saves, weights, gradients and optimizer)
 
 `pretrained_*` first trains on another game. `--table` and `--figure` write what docs/experiments/iris_variants.md shows.
+All files are written after every variant; a variant that FILE of `--json FILE` has from a call of the same commit, machine
+and options (but --only) is not measured again.
 """
 
 from __future__ import annotations
@@ -39,12 +41,14 @@ from rl_lab.components.nn.quantizers import code_shares, entropy_bits
 from rl_lab.components.representation_learners.tokenizer import to_frames
 from rl_lab.config.compose import compose_config, resolve_config, to_plain
 from rl_lab.environments.make import make_configured_env
-from rl_lab.errors import LabError, closest, one_line
+from rl_lab.errors import LabError, one_line, require_choice
 from rl_lab.orchestration.collector import Collector
 from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActMode, Batch
 from rl_lab.run_environments import environment_spec
+from rl_lab.tools.bench import ResultFile
 from rl_lab.utils.device import asks_for_tensor_float, resolve_device
+from rl_lab.utils.files import make_folder
 
 STEPS = (1, 5, 15)  # of open-loop prediction
 HELD_OUT_SEED, OTHER_SEED = 1000, 2000  # added to the seed of the episodes
@@ -148,19 +152,18 @@ def tokenizer_variants(kind: str, diffusers: str | None) -> dict[str, Variant]:
     return variants
 
 
-def run(argv: list[str]) -> list[dict[str, Any]]:
+def run(argv: list[str], file: ResultFile | None = None) -> list[dict[str, Any]]:
     parser = make_parser("tokenizers")
     parser.add_argument("--diffusers", help="folder of diffusers' VQModel, for one more row")
-    options = parser.parse_args(argv)
-    variants = chosen(tokenizer_variants(options.set, options.diffusers), options)
-    results: dict[str, dict[str, Any]] = {}
+    options = filled(parser.parse_args(argv))
+    variants = tokenizer_variants(options.set, options.diffusers)
+    results = Results("tokenizers", parser, options, variants, file)
     with tempfile.TemporaryDirectory() as folder:
         stored = Stored(options, Path(folder))
-        for name, variant in variants.items():
-            results[name] = attempt(name, lambda chosen=variant: one_row(options, chosen, stored))
-            write(options, "tokenizers", results)
+        for name, variant in results.missing().items():
+            results.add(name, attempt(name, lambda chosen=variant: one_row(options, chosen, stored)))
         stored.close()
-    return rows_of("tokenizers", options.set, results)
+    return results.rows()
 
 
 def one_row(options: argparse.Namespace, variant: Variant, stored: Stored) -> dict[str, Any]:
@@ -211,16 +214,12 @@ def make_parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def chosen(variants: dict[str, Variant], options: argparse.Namespace) -> dict[str, Variant]:
-    """Fill in the options of the set, and return the variants of --only."""
+def filled(options: argparse.Namespace) -> argparse.Namespace:
+    """Fill in the options of the set."""
     for name in ("updates", "rows", "held_out"):
         if getattr(options, name) is None:
             setattr(options, name, getattr(SETS[options.set], name))
-    names = options.only.split(",") if options.only else list(variants)
-    for name in names:
-        if name not in variants:
-            raise LabError(f"--only {name}: there is no such variant.{closest(name, variants)}")
-    return {name: variants[name] for name in names}
+    return options
 
 
 COLUMNS = {
@@ -241,35 +240,91 @@ UNITS = {
     "ms": "ms",
     "memory_mb": "MB",
     "parameters": "parameters",
+    "weights": "parameters",
+    "seconds": "s",
+    "failed": "variant",
 }
 
 
-def rows_of(bench: str, kind: str, results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of `rl-lab bench`."""
-    rows = []
-    for variant, measured in results.items():
-        for key, value in measured.items():
-            if isinstance(value, int | float):  # the notes are in docs/experiments/iris_variants.md
-                unit = (
-                    "nats"
-                    if key.endswith("_ce")
-                    else "s"
-                    if key == "seconds"
-                    else UNITS.get(key, "mean square")
-                )
-                rows.append({"name": f"{bench}/{kind}/{variant}/{key}", "value": value, "unit": unit})
-    return rows
+class Results:
+    """What was measured, by variant: written after each, and read from the file of an earlier call."""
 
+    def __init__(
+        self,
+        bench: str,
+        parser: argparse.ArgumentParser,
+        options: argparse.Namespace,
+        variants: dict[str, Variant],
+        file: ResultFile | None,
+    ) -> None:
+        self.bench, self.options, self.variants = bench, options, variants
+        self.file = ResultFile(bench) if file is None else file
+        self.names = options.only.split(",") if options.only else list(variants)
+        for name in self.names:
+            require_choice("--only", name, variants)
+        self.found: dict[str, dict[str, Any]] = {}
+        self.tensors: dict[str, torch.Tensor] = {}  # frames of each variant; what all variants share
+        earlier = self.file.earlier()
+        if earlier is not None:
+            words, rows, tensors = earlier
+            if self._alike(filled(parser.parse_args(words))):
+                self._restore(rows, tensors)
+            else:
+                print(f"{self.file.path}: its rows are measured again: its options are {' '.join(words)}")
 
-def write(options: argparse.Namespace, bench: str, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the newest variant; write table and figure, so that a stopped run leaves what it has."""
-    name = list(results)[-1]
-    shown = {key: round(value, 5) for key, value in results[name].items() if isinstance(value, int | float)}
-    print(name, shown, flush=True)
-    if options.table:
-        options.table.write_text(markdown(results))
-    if options.figure and "frames" in results[name]:
-        picture(options.figure, bench, results)
+    def _alike(self, other: argparse.Namespace) -> bool:
+        left, right = dict(vars(self.options)), dict(vars(other))
+        for name in ("only", "table", "figure"):
+            del left[name], right[name]
+        return left == right
+
+    def _restore(self, rows: Sequence[Mapping[str, Any]], tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        for row in rows:
+            _, _, name, key = row["name"].split("/")
+            variant = self.variants.get(name)
+            result = self.found.setdefault(name, {"note": variant.note if variant else "bound"})
+            result[key] = float("nan") if row["value"] is None else row["value"]
+        self.found = {name: row for name, row in self.found.items() if "failed" not in row}
+        for name in self.found.keys() & {key.removeprefix("frames/") for key in tensors}:
+            frames = tensors[f"frames/{name}"].numpy() / np.float32(255)
+            self.found[name]["frames"] = (frames[0], frames[1])
+
+    def missing(self) -> dict[str, Variant]:
+        """The chosen variants that are not measured yet."""
+        kept = [name for name in self.names if name in self.found]
+        if kept:
+            print(f"{self.file.path}: has {', '.join(kept)}", flush=True)
+        return {name: self.variants[name] for name in self.names if name not in self.found}
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        """Keep and print a variant's row; write all files, so that a stopped run leaves what it has."""
+        found = {**self.found, name: row}
+        order = [*(other for other in found if other not in self.variants), *self.variants]
+        self.found = {other: found[other] for other in order if other in found}
+        shown = {key: round(value, 5) for key, value in row.items() if isinstance(value, int | float)}
+        print(name, shown, flush=True)
+        if "frames" in row:
+            frames = torch.from_numpy(np.stack(row["frames"])) * 255
+            self.tensors[f"frames/{name}"] = frames.round().clamp(0, 255).to(torch.uint8)
+        self.file.write(self.rows(), self.tensors)
+        for target in filter(None, (self.options.table, self.options.figure)):
+            make_folder(target.parent)
+        if self.options.table:
+            self.options.table.write_text(markdown(self.found))
+        if self.options.figure and any("frames" in other for other in self.found.values()):
+            picture(self.options.figure, self.bench, self.found)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of `rl-lab bench`."""
+        rows = []
+        for variant, measured in self.found.items():
+            for key, value in measured.items():
+                if isinstance(value, int | float):  # the notes are in docs/experiments/iris_variants.md
+                    unit = "nats" if key.endswith("_ce") else UNITS.get(key, "mean square")
+                    name = f"{self.bench}/{self.options.set}/{variant}/{key}"
+                    rows.append({"name": name, "value": value, "unit": unit})
+        return rows
 
 
 def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -394,29 +449,17 @@ class Stored:
             buffer.close()
 
 
+TINY = {
+    "catch": ["algorithm.size.codes=64"],
+    "boxing": ["algorithm.size.tokens=16", "algorithm.size.codes=512"],
+}
+LENGTHS = ["algorithm.tokenizer.batch_length=8", "algorithm.world_model.batch_length=16"]
+
+
 def composed(options: argparse.Namespace, words: Sequence[str]) -> tuple[Any, Any]:
-    tiny = (
-        ["debug=tiny", "algorithm.size.tokens=16", "algorithm.size.codes=512"]
-        if options.tiny and options.set == "boxing"
-        else []
-    )
-    if options.tiny and options.set == "catch":
-        tiny = ["debug=tiny", "algorithm.size.codes=64"]
-    sizes = (
-        ["algorithm.tokenizer.batch_length=8", "algorithm.world_model.batch_length=16"]
-        if options.tiny
-        else []
-    )
-    config = compose_config(
-        [
-            *SETS[options.set].words,
-            *tiny,
-            *sizes,
-            f"experiment.device={options.device}",
-            f"experiment.seed={options.seed}",
-            *words,
-        ]
-    )
+    tiny = ["debug=tiny", *TINY[options.set], *LENGTHS] if options.tiny else []
+    own = [f"experiment.device={options.device}", f"experiment.seed={options.seed}"]
+    config = compose_config([*SETS[options.set].words, *tiny, *own, *words])
     spec = environment_spec(config)
     return resolve_config(config, spec), spec
 
@@ -438,10 +481,8 @@ class Lab:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # random weights of the perceptual loss: the note says so
             self.workflow = assemble_workflow(self.config, spec, self.device)
-        self.frames: tuple[np.ndarray, np.ndarray] = (
-            np.zeros(0),
-            np.zeros(0),
-        )  # true and shown, (n, C, H, W)
+        empty = np.zeros(0)
+        self.frames: tuple[np.ndarray, np.ndarray] = (empty, empty)  # true and shown, (n, C, H, W)
 
     def train(self, part: str, buffer: Any, updates: int) -> tuple[list[float], float]:
         """Milliseconds of each update, and the largest memory of one in MB."""

@@ -1,24 +1,32 @@
 """`rl-lab bench X`: run benchmarks/X.py of the checkout and print its rows; --json writes them to a file.
 
-A benchmark is a file with `run(argv: list[str]) -> list[dict]`; each row is {"name", "value", "unit"}.
+A benchmark is a file with `run(argv: list[str]) -> list[dict]`; each row is {"name", "value", "unit"}. One that takes
+long has `run(argv, file)` and writes the file of --json after each of its parts (`ResultFile`).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_lab.errors import LabError, checkout, closest
+from rl_lab.errors import LabError, checkout, closest, one_line
 from rl_lab.tools.doctor import commit, describe_machine
 from rl_lab.tools.terminal import print_table
-from rl_lab.utils.files import write_json_atomic
+from rl_lab.utils.files import read_json, write_json_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     picker = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     picker.add_argument("--json", type=Path, default=args.json)
     picked, options = picker.parse_known_args(args.options)
-    result = run_benchmark(args.name, options)
+    result = run_benchmark(args.name, options, picked.json)
     rows = [(row["name"], _number(row["value"]), row["unit"]) for row in result["rows"]]
     print_table(rows, header=("name", "value", "unit"), right=(1,))
     if picked.json is not None:
@@ -49,18 +57,73 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_benchmark(name: str, options: Sequence[str] = ()) -> dict[str, Any]:
-    """Run one benchmark; returns the content for `--json`."""
+def run_benchmark(name: str, options: Sequence[str] = (), path: Path | None = None) -> dict[str, Any]:
+    """Run one benchmark; returns the content for `--json`. path: of that file"""
     module = load_benchmark(name)
-    rows = [_checked(name, row) for row in module.run(list(options))]
-    return {
-        "benchmark": name,
-        "commit": commit() or None,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        "command": " ".join(["rl-lab", "bench", name, *options]),
-        "rows": rows,
-    }
+    file = ResultFile(name, options, path)
+    by_parts = len(inspect.signature(module.run).parameters) > 1
+    return file.content(module.run(list(options), file) if by_parts else module.run(list(options)))
+
+
+class ResultFile:
+    """The file of `--json`, for a benchmark that writes it after each part, so that an interrupted call keeps them.
+
+    Tensors that rows were measured with are in a file beside it, with the suffix .safetensors.
+
+    path: None: nothing is read or written
+    """
+
+    def __init__(self, benchmark: str, options: Sequence[str] = (), path: Path | None = None) -> None:
+        self.benchmark, self.path, self.commit = benchmark, path, commit() or None
+        self.command = shlex.join(["rl-lab", "bench", benchmark, *options])
+
+    def content(self, rows: Sequence[Any]) -> dict[str, Any]:
+        return {
+            "benchmark": self.benchmark,
+            "commit": self.commit,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": describe_machine(),
+            "command": self.command,
+            "rows": [_checked(self.benchmark, row) for row in rows],
+        }
+
+    def write(self, rows: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write all rows so far, and all tensors."""
+        if self.path is not None:
+            from rl_lab.utils.checkpoint.safetensors import write_tensors
+
+            write_tensors(self.path.with_suffix(".safetensors"), tensors, {})
+            write_json_atomic(self.path, self.content(rows))
+
+    def earlier(self) -> tuple[list[str], list[Row], dict[str, torch.Tensor]] | None:
+        """Options, rows and tensors that an earlier call of the same commit wrote on this machine; None: there are none.
+
+        As in scripts/dev/train_seeds.py, files that differ from the commit count as the same if it was so before.
+        """
+        if self.path is None or not self.path.is_file():
+            return None
+        from rl_lab.utils.checkpoint.safetensors import read_tensors
+
+        try:
+            found, wanted = read_json(self.path), self.content([])
+            other = [key for key in ("benchmark", "commit", "machine") if found[key] != wanted[key]]
+            if other or self.commit is None:
+                key = other[0] if other else "commit"
+                print(
+                    f"{self.path}: its rows are measured again: its {key} is {found[key]}, now {wanted[key]}"
+                )
+                return None
+            tensors, _ = read_tensors(self.path.with_suffix(".safetensors"))
+            return shlex.split(found["command"])[3:], list(found["rows"]), tensors
+        except (
+            LabError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:  # damaged, or another file
+            print(f"{self.path}: its rows are measured again: {one_line(error)}")
+            return None
 
 
 def load_benchmark(name: str) -> ModuleType:
