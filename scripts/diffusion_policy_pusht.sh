@@ -5,7 +5,8 @@
 #   scripts/diffusion_policy_pusht.sh evaluate RUN [episodes=500]
 #
 # DEMOS is pusht_cchi_v7_replay.zarr, or a folder of scripts/dev/pack_pusht.py. Set task=state for key points, and
-# algorithm=behaviour_cloning for the baseline; updates=120000 is what the learning rate falls over.
+# algorithm=behaviour_cloning for the baseline; with key points also algorithm=diffusion_policy_transformer.
+# updates=120000 is what the learning rate falls over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 step=${1:?train or evaluate} run=${2:?a folder for the run}

@@ -56,7 +56,7 @@ RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORDED"\nexit "${STAT
 @pytest.mark.parametrize(
     ("algorithm", "task", "kind"),
     [
-        ("diffusion_policy", "state", "packed"),
+        ("diffusion_policy_transformer", "state", "packed"),
         ("diffusion_policy", "pixels", "demos.zarr"),
         ("behaviour_cloning", "state", "demos.zarr"),
         ("behaviour_cloning", "pixels", "packed"),

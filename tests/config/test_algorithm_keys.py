@@ -59,6 +59,14 @@ CASES = {
         "widths",
         ["train_ratio", "size.units"],
     ),
+    "diffusion_policy_transformer": (
+        "diffusion_policy_transformer_pusht_state",
+        "beta",
+        "betas",
+        "size.width",
+        "widths",
+        ["train_ratio", "size.units"],
+    ),
     "behaviour_cloning": (
         "behaviour_cloning_lunarlander",
         "horizn",

@@ -52,7 +52,7 @@ def built(algorithm: str, *words: str):
     ("algorithm", "words"),
     [
         ("diffusion_policy", ()),
-        ("diffusion_policy", ("controller@controllers.policy=denoising_transformer",)),
+        ("diffusion_policy", ("algorithm=diffusion_policy_transformer",)),
         ("behaviour_cloning", ()),
         ("behaviour_cloning", ("controller@controllers.policy=mixture_policy",)),
     ],

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import rl_lab
+from rl_lab.config.compose import compose_config
 from rl_lab.errors import ConfigError
 from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.records import ActionSpec, ActMode, Batch, Spec
 from rl_lab.training import resume
 from rl_lab.workflows.imitation import HISTORY, average_decay, cosine_schedule
+from tests.loading import ROOT
 from tests.same_run import assert_same_run
 from tests.workflows.imitation_case import (
     PIXELS,
@@ -130,7 +133,7 @@ def test_regression_averages_the_answers_and_a_mixture_does_not():
     ("algorithm", "words"),
     [
         ("diffusion_policy", []),
-        ("diffusion_policy", ["controller@controllers.policy=denoising_transformer"]),
+        ("diffusion_policy", ["algorithm=diffusion_policy_transformer"]),
         ("behaviour_cloning", ["controller@controllers.policy=mixture_policy"]),
     ],
 )
@@ -152,6 +155,37 @@ def test_images_and_vectors_train_every_part(algorithm: str, words: list[str]):
     same = {name.split(".", 1)[1] for name, p in weights.items() if torch.equal(p, before[name])}
     assert same <= {"cameras.image.online.keypoints.to_maps.bias"}
     assert acted(workflow, 3, PIXELS).abs().max() <= 1.0
+
+
+def test_the_transformer_is_one_word():
+    """Its network and its optimizer as published; all else is that of the experiment."""
+    optimizer = {"betas": [0.9, 0.95], "weight_decay": 0.1, "warmup_updates": 1000}
+    data = "buffers.demonstrations.path=demos"
+    for name in ("lunarlander", "pusht_pixels", "pusht_state"):
+        words = [f"experiment=diffusion_policy_{name}", *([data] if "pusht" in name else [])]
+        plain, chosen = (
+            OmegaConf.to_container(compose_config([*words, *more]))
+            for more in ([], ["algorithm=diffusion_policy_transformer"])
+        )
+        model = OmegaConf.create(chosen).optimizers.model
+        assert (model.betas, model.weight_decay) == ([0.9, 0.95], 0.1)
+        policy = chosen["controllers"].pop("policy")
+        assert policy["_target_"].endswith(".TransformerDenoiser")
+        assert [policy[key] for key in ("width", "layers", "heads", "dropout")] == [256, 8, 4, 0.01]
+        assert plain["controllers"].pop("policy")["_target_"].endswith(".UNetDenoiser")
+        for key, value in optimizer.items():
+            assert chosen["algorithm"].pop(key) == value != plain["algorithm"].pop(key)
+        assert chosen == plain
+    preset = compose_config(["experiment=diffusion_policy_transformer_pusht_state", data])
+    word = compose_config([*words, "algorithm=diffusion_policy_transformer"])
+    assert preset.experiment.name == "diffusion_policy_transformer_pusht_state"
+    word.experiment.name = preset.experiment.name
+    assert preset == word
+    page = (ROOT / "docs" / "algorithms" / "diffusion_policy.md").read_text()
+    authors = page.partition("| the authors' transformer from pixels | also `")[2].partition("`")[0].split()
+    words = ["experiment=diffusion_policy_pusht_pixels", data, "algorithm=diffusion_policy_transformer"]
+    pixels = compose_config([*words, *authors])
+    assert (pixels.algorithm.horizon, pixels.controllers.policy.dropout) == (10, 0.3)
 
 
 # ---------------------------------------------------------------- acting
