@@ -30,6 +30,13 @@ def stored_data(name: str, folder: Path) -> list[str]:
     return [f"buffers.offline.path={folder / 'data'}"]
 
 
+def dmc_demonstrations(folder: Path) -> Path:
+    """Two short episodes of random actions on cartpole_swingup."""
+    words = ["collect", "random", "--task", "dmc/cartpole_swingup", "--episodes", "2", "--out", str(folder)]
+    assert main([*words, "--env", "time_limit=20", "--envs", "2", "--workers", "0"]) == 0
+    return folder
+
+
 def pusht_demonstrations(path: Path) -> Path:
     """Two short episodes in the zarr layout of the published ones, not compressed."""
     rows = np.linspace(1, 500, 24, dtype=np.float32)

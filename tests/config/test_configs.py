@@ -11,7 +11,7 @@ from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config, known_choices
 from rl_lab.environments.make import suites
 from rl_lab.errors import MissingPackageError
-from tests.config.stored_data import pusht_demonstrations, stored_data
+from tests.config.stored_data import dmc_demonstrations, pusht_demonstrations, stored_data
 from tests.environments.suites.suite_cases import use_stand_in
 
 SLOW = {
@@ -41,6 +41,8 @@ def test_every_experiment_trains(name: str, tmp_path: Path):
     words += stored_data(name, tmp_path)
     if "_pusht_" in name:
         words.append(f"buffers.demonstrations.path={pusht_demonstrations(tmp_path / 'demos.zarr')}")
+    if name in ("behaviour_cloning_dmc", "diffusion_policy_dmc"):
+        words.append(f"buffers.demonstrations.path={dmc_demonstrations(tmp_path / 'demos')}")
     config = compose_config(words)
     use_stand_in(config.environment.get("suite"))
     assert config.experiment.name == run_name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rl_lab.orchestration.run_log import PHASE
-from rl_lab.tools.report.figures import COLORS, INK, color_of, cut, figure_file, legend, step_axis
+from rl_lab.tools.report.figures import COLORS, INK, Form, color_of, forms, legend, step_axis
 from rl_lab.tools.report.runs import RunData
 from rl_lab.tools.terminal import duration
 
@@ -300,11 +300,14 @@ def draw_phases(found: Sequence[tuple[RunData, Timeline]], path: Path) -> None:
         counters.append("seconds")
     colors = phase_colors(timelines)
     height = sum(map(_row_height, timelines)) + LABEL * sum(map(bool, labels))
-    with figure_file(path, 9.0, len(counters) * (height + 0.6) + 0.3 + 0.03 * len(colors)) as figure:
-        panels = np.atleast_1d(figure.subplots(len(counters), 1))
-        for axes, counter in zip(panels, counters):
-            _draw_rows(axes, timelines, counter, labels, colors)
-        legend(figure, [_patch(color) for color in colors.values()], list(colors), "outside upper left")
+    for form in forms(path):
+        # On a phone two names fit in a line of the legend.
+        names = 0.1 * len(colors) if form.narrow else 0.03 * len(colors)
+        with form.figure(9.0, len(counters) * (height + 0.6) + 0.3 + names) as figure:
+            panels = np.atleast_1d(figure.subplots(len(counters), 1))
+            for axes, counter in zip(panels, counters):
+                _draw_rows(axes, timelines, counter, labels, colors, form)
+            legend(figure, [_patch(color) for color in colors.values()], list(colors), "outside upper left")
 
 
 LABEL = 0.24  # inches of the name of a run
@@ -315,7 +318,12 @@ def _row_height(timeline: Timeline) -> float:
 
 
 def _draw_rows(
-    axes: Axes, timelines: Sequence[Timeline], counter: str, labels: Sequence[str], colors: Mapping[str, str]
+    axes: Axes,
+    timelines: Sequence[Timeline],
+    counter: str,
+    labels: Sequence[str],
+    colors: Mapping[str, str],
+    form: Form,
 ) -> None:
     """Draw the bars of every run; y is in inches."""
     whole = whole_of(timelines, counter)
@@ -323,12 +331,12 @@ def _draw_rows(
     if counter == "seconds":
         name, size = next((name, size) for name, size, limit in TIME_UNITS if whole < limit)
         unit = f"wall time, {name}"
-    inches = 8.6 / whole  # of the axis, for one count
+    inches = (3.5 if form.narrow else 8.6) / whole  # of the axis, for one count
     top = 0.0
     for timeline, label, placed in zip(timelines, labels, bars(timelines, counter)):
         if label:
             top += LABEL
-            axes.text(0, top - 0.04, cut(label, 100), fontsize=8, color="#4a4f55")
+            axes.text(0, top - 0.04, form.cut(label, 100), fontsize=8, color="#4a4f55")
         tall = _row_height(timeline) - 0.06
         for span, (begin, width) in zip(timeline.spans, placed):
             height = tall / len(span.phases)
@@ -347,7 +355,7 @@ def _draw_rows(
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(unit)
     if counter == "step":
-        step_axis(axes, 8)
+        step_axis(axes, 4 if form.narrow else 8)
     axes.set_xlim(0, 1.01 * whole / size)
 
 

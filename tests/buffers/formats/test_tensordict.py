@@ -54,7 +54,7 @@ def save(path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "tensordict", types.ModuleType("tensordict"))
     monkeypatch.setitem(sys.modules, "tensordict._td", module)
     torch.save(
-        TensorDict({"_tensordict": tensors, "_device": None, "_batch_size": tensors["reward"].shape}),
+        TensorDict({"_tensordict": tensors, "_device": None, "_batch_size": tensors["action"].shape[:2]}),
         path,
     )
     monkeypatch.delitem(sys.modules, "tensordict._td")
