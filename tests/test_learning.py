@@ -96,7 +96,7 @@ def test_cartpole_stays_up(tmp_path: Path):
 
 
 # Presets for any environment, on tasks that they were not tuned on: decisions, and the return that is reached by then.
-# docs/results/gym_presets.json has the curves of two seeds.
+# docs/results/gym_presets.json has the curves of seed 0.
 PRESETS = {
     ("dreamer_gym", "Acrobot-v1"): (20_000, -120.0),  # random -500; solved by -100
     ("dreamer_gym", "Pendulum-v1"): (12_500, -300.0),  # random -1,200
