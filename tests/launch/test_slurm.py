@@ -199,12 +199,14 @@ def submit(words: list[str]) -> psutil.Process:
     """Submit from a process of its own, as a user does; return submitit's controller."""
     before = {process.pid for process in psutil.process_iter()}
     subprocess.run([sys.executable, "-m", "rl_lab", "train", *words], check=True, timeout=300)
-    (found,) = (
-        process
-        for process in psutil.process_iter(["cmdline"])
+    found = {
+        process.pid: process
+        for process in psutil.process_iter(["cmdline", "ppid"])
         if process.pid not in before and "submitit.local._local" in (process.info["cmdline"] or [])
-    )
-    return found
+    }
+    # The process that it starts has its command line, too, until that has replaced it.
+    (controller,) = (process for process in found.values() if process.info["ppid"] not in found)
+    return controller
 
 
 def run_process(controller: psutil.Process) -> psutil.Process | None:
