@@ -19,6 +19,7 @@ from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.files import LOCK_NAME, RunLock
 from tests.loading import ROOT, load_script
 from tests.same_run import assert_same_run, metric_lines
+from tests.workflows import test_og_wm_run as og_wm
 
 split_run = load_script("split_run.py")
 QUIET = [
@@ -28,23 +29,7 @@ QUIET = [
     "environment.eval.workers=0",
 ]
 # V and M on rollouts of the toy, then three generations; every stage of the experiment for CarRacing.
-TINY = [
-    "experiment=og_wm_cartpole_pixels",
-    "debug=tiny",
-    "environment.task=dummy/dict",
-    "environment.observations=[image]",
-    "environment.pixels=false",
-    "environment.wrappers={}",
-    "environment.time_limit=null",
-    "algorithm.sequences=start",
-    "algorithm.stages.collect_steps=60",
-    "algorithm.stages.generations=3",
-    "training.total_timesteps=null",
-    "training.evaluate={every_env_steps: null, episodes: 2}",
-    "training.report.every_env_steps=null",
-    "training.checkpoint={every_env_steps: null, every_cycles: 1}",
-    "training.log={every_env_steps: null, every_cycles: 1, every_updates: null}",
-]
+TINY = [*og_wm.TINY, "algorithm.sequences=start"]
 
 
 def train(folder: Path, *words: str) -> rl_lab.training.RunResult:

@@ -139,7 +139,23 @@ class LengthSums:
         self._sums = GrowingArray(np.int64)
 
 
-class UniformEpisodes:
+class Stateless:
+    """What samplers share whose draws depend on the stored episodes alone."""
+
+    def undo(self) -> None:
+        """Nothing to undo: the sampler has no state."""
+
+    def on_add(self, position: int, is_first: np.ndarray) -> None:
+        """Nothing to do: the starts are computed from the episodes."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class UniformEpisodes(Stateless):
     """Draws uniformly from all starts that the BatchSpec's boundary allows: over rows, not over episodes."""
 
     def __init__(self, episodes: Episodes, spec: BatchSpec) -> None:
@@ -181,18 +197,6 @@ class UniformEpisodes:
         run = np.searchsorted(sums, pick, side="right")
         position = begins[run] + pick - np.concatenate([[0], sums])[run]
         return locate(self._episodes, list(zip(streams[run].tolist(), position.tolist())))
-
-    def undo(self) -> None:
-        """Nothing to undo: the sampler has no state."""
-
-    def on_add(self, position: int, is_first: np.ndarray) -> None:
-        """Nothing to do: the starts are computed from the episodes."""
-
-    def get_state(self) -> dict[str, Any]:
-        return {}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 class Window:
@@ -429,7 +433,7 @@ class EpisodeCountSampler:
         return weights
 
 
-class EndsSampler:
+class EndsSampler(Stateless):
     """Draws uniformly over rows, but a share of the sequences ends with the last row of an episode.
 
     For this share, all episodes that ended (terminated or truncated) and are long enough are equally likely.
@@ -460,20 +464,8 @@ class EndsSampler:
             begin[at_end] = window.at_end(self._episodes.rows(chosen).astype(np.int64))
         return episode, begin
 
-    def undo(self) -> None:
-        """Nothing to undo: the sampler has no state."""
 
-    def on_add(self, position: int, is_first: np.ndarray) -> None:
-        """Nothing to do: the starts are computed from the episodes."""
-
-    def get_state(self) -> dict[str, Any]:
-        return {}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        pass
-
-
-class FirstRowsOfEpisodes:
+class FirstRowsOfEpisodes(Stateless):
     """Draws episodes, all equally often: each sequence begins with the first row of its episode."""
 
     def __init__(self, episodes: Episodes, spec: BatchSpec) -> None:
@@ -495,18 +487,6 @@ class FirstRowsOfEpisodes:
         stored = table.first + np.flatnonzero(self._window.choices(table.column("rows")) > 0)
         opened = -1 - np.flatnonzero(self._window.choices(self._episodes.open_rows()) > 0)
         return np.concatenate([stored, opened]).astype(np.int64)
-
-    def undo(self) -> None:
-        """Nothing to undo: the sampler has no state."""
-
-    def on_add(self, position: int, is_first: np.ndarray) -> None:
-        """Nothing to do: the starts are computed from the episodes."""
-
-    def get_state(self) -> dict[str, Any]:
-        return {}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def require_one_episode(spec: BatchSpec) -> None:
