@@ -1,4 +1,4 @@
-"""Dreamer: workflow, losses, report, settings; variants that act by planning (mpc.py) and that explore (explore.py)."""
+"""Dreamer: workflow, acting, losses, report, settings; planning (mpc.py) and exploration (explore.py)."""
 
 from rl_lab.workflows.dreamer.workflow import DreamerWorkflow
 

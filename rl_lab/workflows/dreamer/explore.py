@@ -18,6 +18,7 @@ from rl_lab.components.nn.training_step import find_gradients, join_gradients
 from rl_lab.records import ActMode, Batch, Hook, UpdateResult
 from rl_lab.utils.device import autocast
 from rl_lab.workflows.context import WorkflowContext
+from rl_lab.workflows.dreamer.acting import State
 from rl_lab.workflows.dreamer.losses import (
     ActorCriticGradients,
     Computed,
@@ -27,7 +28,7 @@ from rl_lab.workflows.dreamer.losses import (
     mean_losses,
 )
 from rl_lab.workflows.dreamer.settings import DreamerSettings, ExploreSettings
-from rl_lab.workflows.dreamer.workflow import DreamerWorkflow, State, Tensors
+from rl_lab.workflows.dreamer.workflow import DreamerWorkflow, Tensors
 
 
 class ExploreWorkflow(DreamerWorkflow):
