@@ -114,14 +114,15 @@ def one_row(options: Any, variant: Any, stored: Any, tokenizer: Any) -> dict[str
 
 @torch.no_grad()
 def imagined(lab: Any, batch: Any) -> tuple[Any, Any]:
-    """True and imagined frames of the first sequence, at the steps of `SHOWN`."""
+    """True and imagined frames of one whole sequence, at the steps of `SHOWN`."""
     lab.workflow.world_model.eval()
     frames, real = lab.pixels(batch)
     with lab.workflow.autocast():
         made = lab.open_loop(batch)[1]
     lab.workflow.world_model.train()
-    places = [min(place, made.shape[1]) for place in lab.shown_places(real)]
-    return frames[0, places].cpu().numpy(), made[0, [place - 1 for place in places]].cpu().numpy()
+    row, places = lab.shown(real)
+    places = [min(max(place, 1), made.shape[1]) for place in places]
+    return frames[row, places].cpu().numpy(), made[row, [place - 1 for place in places]].cpu().numpy()
 
 
 @torch.no_grad()
@@ -133,7 +134,7 @@ def bounds(lab: Any, stored: Any) -> dict[str, dict[str, Any]]:
     with lab.workflow.autocast():
         flat = tokenizer.decode(tokenizer.encode(frames.flatten(0, 1))).float()
     seen = flat.unflatten(0, frames.shape[:2])
-    places = lab.shown_places(real)
+    row, places = lab.shown(real)
     rows = {}
     for name, made in (("copy", frames[:, :1].expand_as(frames)), ("real_environment", seen)):
         errors = (made - frames).square().mean((-3, -2, -1))
@@ -144,7 +145,7 @@ def bounds(lab: Any, stored: Any) -> dict[str, dict[str, Any]]:
         }
         rows[name] |= {
             "note": "bound",
-            "frames": (frames[0, places].cpu().numpy(), made[0, places].cpu().numpy()),
+            "frames": (frames[row, places].cpu().numpy(), made[row, places].cpu().numpy()),
         }
     return rows
 

@@ -360,10 +360,14 @@ def picture(file: Path, bench: str, results: Mapping[str, Mapping[str, Any]]) ->
     side = truth.shape[-1]
     image = np.concatenate([np.concatenate(list(strip), -1) for strip in strips], -2).transpose(1, 2, 0)
     left.imshow(image.clip(0, 1), interpolation="nearest", aspect="auto")
-    left.set_yticks([side * (n + 0.5) for n in range(len(strips))], ["true", *names])
-    left.set_xticks([])
-    what = "reconstructions" if bench == "tokenizers" else f"imagined, {', '.join(map(str, SHOWN))} steps on"
-    left.set_title(f"held-out frames, {what}")
+    for n in range(1, len(strips)):
+        left.axhline(side * n - 0.5, color="white", linewidth=1.5)
+    for n in range(1, len(truth)):
+        left.axvline(side * n - 0.5, color="white", linewidth=1.5)
+    left.set_yticks([side * (n + 0.5) - 0.5 for n in range(len(strips))], ["true", *names])
+    left.set_xticks([side * (n + 0.5) - 0.5 for n in range(len(truth))], list(SHOWN[: len(truth)]))
+    left.set_xlabel("steps after the first frame of the sequence")
+    left.set_title("reconstructed frames" if bench == "tokenizers" else "frames imagined from the first one")
     places = np.arange(len(names))
     for n, step in enumerate(STEPS):
         values = [results[name].get(f"open_{step}", np.nan) for name in names]
@@ -371,7 +375,7 @@ def picture(file: Path, bench: str, results: Mapping[str, Mapping[str, Any]]) ->
     right.set_yticks(places, names)
     right.invert_yaxis()
     right.set_title("open-loop squared error")
-    right.legend()
+    figure.legend(loc="outside lower right", ncols=len(STEPS))
     figure.savefig(file, dpi=110)
 
 
@@ -543,8 +547,8 @@ class Lab:
         with self.workflow.autocast():
             tokens = tokenizer.encode(frames.flatten(0, 1))
             made = tokenizer.decode(tokens).float().unflatten(0, frames.shape[:2])
-        places = self.shown_places(real)
-        self.frames = (frames[0, places].cpu().numpy(), made[0, places].cpu().numpy())
+        row, places = self.shown(real)
+        self.frames = (frames[row, places].cpu().numpy(), made[row, places].cpu().numpy())
         measured = {"pixel_error": float((made - frames).square().mean((-3, -2, -1))[real].mean())}
         if tokenizer.vocab:
             used = tokens.unflatten(0, frames.shape[:2])[real].flatten()
@@ -595,6 +599,8 @@ class Lab:
         real = torch.ones_like(batch.is_first) if batch.mask is None else batch.mask
         return to_frames(batch.obs[self.workflow.tokenizer.key]), real
 
-    def shown_places(self, real: torch.Tensor) -> list[int]:
-        last = int(real[0].sum()) - 1
-        return [min(step, last) for step in SHOWN]
+    def shown(self, real: torch.Tensor) -> tuple[int, list[int]]:
+        """Return the first of the longest sequences, and the steps of it that are shown."""
+        lengths = real.sum(1)
+        row = int(lengths.argmax())
+        return row, [min(step, int(lengths[row]) - 1) for step in SHOWN]

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.tools import bench
@@ -179,6 +180,14 @@ def test_failed_variants_are_measured_again(tmp_path: Path):
     rows_file(file, [], value=float("nan"))  # what was not measured stays so
     kept = results([], file)
     assert kept.found["vq"]["ms"] != kept.found["vq"]["ms"] and "vq" not in kept.missing()
+
+
+def test_pictures_show_the_first_of_the_longest_sequences():
+    shown = load_benchmark("tokenizers").Lab.shown
+    lengths = torch.tensor([2, 12, 20, 20])
+    real = torch.arange(20) < lengths[:, None]
+    assert shown(None, real) == (2, [1, 5, 10, 15])
+    assert shown(None, real[:2]) == (1, [1, 5, 10, 11])
 
 
 def test_unknown_variants_are_refused():
