@@ -9,7 +9,8 @@ written anew, and runs that it already has from the same commit are not repeated
 training, the evaluation of the best checkpoint on 40 new episodes (--episodes) and the CPU time, which other work on the machine
 changes little. --dream: also what `rl-lab report --dream` measures on episodes of the agent, with its last weights: the
 mean squared error of dreamed observations over 30 steps, and that of repeating the last observation. --words: further
-words of the training command, kept in the row; one file may have rows of several tasks.
+words of the training command, kept in the row; one file may have rows of several tasks. --curves: metrics whose values
+during training are kept too, such as collect/return_mean.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--dream", action="store_true")
     parser.add_argument("--words", nargs="+", default=[])
     parser.add_argument("--episodes", type=int, default=40)
+    parser.add_argument("--curves", nargs="+", default=[])
     args = parser.parse_args()
     commit = git(args.checkout, "rev-parse", "HEAD") + (
         "-dirty" if git(args.checkout, "diff", "HEAD") else ""
@@ -80,11 +82,7 @@ def one_run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
         after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began
         call(checkout, ["eval", str(run), *EVALUATION, str(args.episodes), "--json", str(run / "final.json")])
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        curve = [
-            [line["step"], line["eval/return_mean"]]
-            for line in lines
-            if line.get("eval/return_mean") is not None
-        ]
+        curve = values(lines, "eval/return_mean")
         final = json.loads((run / "final.json").read_text())
         dreamed = dream_errors(checkout, run) if args.dream else {}
     cpu = (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
@@ -95,10 +93,16 @@ def one_run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
         "best_return_mean": final["return_mean"],
         "best_return_std": final["return_std"],
         "evaluations": curve,
+        **({"curves": {name: values(lines, name) for name in args.curves}} if args.curves else {}),
         "cpu_s": round(cpu, 1),
         "wall_s": round(wall, 1),
         **dreamed,
     }
+
+
+def values(lines: list[dict[str, Any]], name: str) -> list[list[float]]:
+    """Steps and values of a metric."""
+    return [[line["step"], line[name]] for line in lines if line.get(name) is not None]
 
 
 def dream_errors(checkout: Path, run: Path) -> dict[str, float]:
