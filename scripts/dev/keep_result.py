@@ -21,6 +21,8 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 COLUMNS = {
     "train_return": "collect/return_mean",
     "eval_return": "eval/return_mean",
+    "max_reward": "eval/max_reward",
+    "success": "eval/success",
     "imagined_return": "controller/return_mean",
     "entropy": "controller/entropy",
     "model_loss": "train/loss",
@@ -76,7 +78,8 @@ def keep(options: argparse.Namespace) -> None:
             if any(value is not None for value in values):
                 counters = [row["step"], row.get("frames"), row.get("updates"), round(row["time"] - begin, 1)]
                 writer.writerow([*counters, *("" if v is None else round(float(v), 4) for v in values)])
-    evaluations = metrics.curve("eval/return_mean", over="frames").finite()
+    counter = "frames" if metrics.last("frames") else "updates"  # a run on stored data has no frames
+    evaluations = metrics.curve("eval/return_mean", over=counter).finite()
     result: dict[str, Any] = {
         "title": options.title or options.name,
         "commit": options.commit,
@@ -86,7 +89,7 @@ def keep(options: argparse.Namespace) -> None:
         "steps": metrics.last("step"),
         "frames": metrics.last("frames"),
         "updates": metrics.last("updates"),
-        "evaluations_by_frames": {str(int(x)): round(y, 1) for x, y in zip(evaluations.x, evaluations.y)},
+        f"evaluations_by_{counter}": {str(int(x)): round(y, 1) for x, y in zip(evaluations.x, evaluations.y)},
         "published_by_frames": {
             frames: float(value) for frames, value in (pair.split(":") for pair in options.published)
         },
