@@ -60,13 +60,14 @@ def test_python_reference_has_the_public_names():
         ("index.md", "[b](../benchmarks/README.md)", "[b](https://x.org/r/blob/main/benchmarks/README.md)"),
         ("index.md", "[b](../examples/extension)", "[b](https://x.org/r/tree/main/examples/extension)"),
         ("howto/play.md", "[g](../glossary.md)", "[g](../glossary.md)"),
+        ("index.md", "![d](../rl_lab/agents/bounce/dream.gif)", "![d](images/dream.gif)"),
         ("about/contributing.md", "[a](docs/architecture.md)", "[a](../architecture.md)"),
         ("index.md", "[w](https://example.org/x)", "[w](https://example.org/x)"),
         ("index.md", "```\n[b](../benchmarks/README.md)\n```", "```\n[b](../benchmarks/README.md)\n```"),
     ],
 )
 def test_links(source: str, link: str, expected: str):
-    known = {"index.md", "glossary.md", "architecture.md", "about/contributing.md"}
+    known = {"index.md", "glossary.md", "architecture.md", "about/contributing.md", "images/dream.gif"}
     files: Any = SimpleNamespace(get_file_from_path=lambda path: path if path in known else None)
     page: Any = SimpleNamespace(file=SimpleNamespace(src_uri=source))
     assert site.on_page_markdown(link, page, {"repo_url": "https://x.org/r"}, files) == expected

@@ -24,6 +24,8 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 FENCE = re.compile(r"(^ *```.*?^ *```[^\n]*$)", re.M | re.S)
 ROOT_PAGES = {"CHANGELOG.md": "about/changelog.md", "CONTRIBUTING.md": "about/contributing.md"}
 ROOT_PAGES |= {"SECURITY.md": "about/security.md", "CODE_OF_CONDUCT.md": "about/conduct.md"}
+# Files elsewhere in the repository that pages show.
+ROOT_IMAGES = {"rl_lab/agents/bounce/dream.gif": "images/dream.gif"}
 
 # Pages that stand first, in this order; the other pages of these folders follow by title.
 START = ["index.md", "install.md", "tutorial.md", "faq.md", "howto/does_not_learn.md"]
@@ -74,6 +76,8 @@ def on_files(files: Any, config: Any) -> Any:
             pages[page] = (ROOT / name).read_text(encoding="utf-8")
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
+    for name, path in ROOT_IMAGES.items():
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / name)))
     return files
 
 
@@ -216,7 +220,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         anchor = f"#{anchor}" if anchor else ""
         if where == "README.md":
             where = "docs/index.md"
-        inside = ROOT_PAGES.get(where) or (where.removeprefix("docs/") if where.startswith("docs/") else None)
+        inside = {**ROOT_PAGES, **ROOT_IMAGES}.get(where) or (
+            where.removeprefix("docs/") if where.startswith("docs/") else None
+        )
         if inside is not None and files.get_file_from_path(inside) is not None:
             relative = posixpath.relpath(inside, posixpath.dirname(source) or ".")
             return f"{image}[{label}]({relative}{anchor})"
