@@ -62,6 +62,20 @@ def test_first_page_is_short():
     assert len(lines) <= 150 and max(map(len, lines)) <= 120
 
 
+def test_row_about_the_suites_counts_their_runs():
+    """What the page that the suites' report writes says of each method: `A done, B missing of C runs`."""
+    page = (ROOT / "docs" / "results.md").read_text()
+    methods = re.findall(r": ((?:\d+ \w+,? )+)of (\d+) runs?\.", page)
+    done = sum(int(number) for counts, _ in methods for number in re.findall(r"(\d+) done", counts))
+    planned = sum(int(number) for _, number in methods)
+    suites = len(re.findall(r"^## ", page, re.M))
+    assert f"| {suites} benchmarks by " in README and f"| {done} of {planned} planned runs done" in README
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    empty = [name for name, text in sections.items() if not re.search(r": \d+ (done|partial)", text)]
+    assert all(f"`{name}`" in README for name in empty), empty
+    assert suites == len(list((ROOT / "rl_lab" / "configs" / "suite").glob("*.yaml")))
+
+
 def test_makefile_has_readme_targets():
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^make ([\w-]+)", README, re.M)
