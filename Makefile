@@ -32,9 +32,12 @@ coverage: $(VENV)/.dev
 test-learning: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m learning --timeout 2700
 
-# The Triton kernels on a CPU in the interpreter, wheel and sdist in a clean environment, site, notebooks, ONNX.
+# The Triton kernels on a CPU in the interpreter, wheel and sdist in a clean environment, site, notebooks, ONNX; then
+# the commands and the Python of the site's pages.
+EXTRAS_TESTS := TRITON_INTERPRET=1 $(TEST_ENV) $(EXTRAS)/bin/python -m pytest -m extras
 test-extras: $(EXTRAS)/.dev
-	TRITON_INTERPRET=1 $(TEST_ENV) $(EXTRAS)/bin/python -m pytest -m extras
+	$(EXTRAS_TESTS) --ignore tests/test_docs_run.py
+	$(EXTRAS_TESTS) -n 2 --dist worksteal tests/test_docs_run.py
 
 # The cases of Meta-World, ProcGen and EnvPool that the other targets skip. ProcGen: apt install libqt5gui5.
 SUITE_TESTS := pytest tests/environments tests/config/test_configs.py --timeout 900

@@ -22,7 +22,7 @@ from tests.workflows.iris_case import KINDS, make_workflow, run_hook
 B, T, WIDTH = 3, 9, 16
 
 
-def write_folder(folder: Path, kind: str = "gpt2") -> dict[str, torch.Tensor]:
+def write_folder(folder: Path, kind: str = "gpt2", positions: int = 128) -> dict[str, torch.Tensor]:
     """A tiny causal language model as `save_pretrained` leaves it; returns its weights."""
     from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +39,9 @@ def write_folder(folder: Path, kind: str = "gpt2") -> dict[str, torch.Tensor]:
             )
         )
     elif kind == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=128, n_embd=WIDTH, n_layer=2, n_head=2))
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=11, n_positions=positions, n_embd=WIDTH, n_layer=2, n_head=2)
+        )
     else:  # rotary positions, RMS norms, fewer heads of keys than of queries
         model = LlamaForCausalLM(
             LlamaConfig(
