@@ -35,12 +35,8 @@ NOT_RUN = yaml.safe_load((ROOT / "tests" / "docs_not_run.yaml").read_text())
 BLOCK = re.compile(r"(?:^`([\w/.]+)`:\n\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
 EXAMPLE = re.compile(r"outputs/(?:multirun/)?2026-[\d-]+/[\d-]+")  # the runs that pages take as examples
 LIMIT = 250  # seconds for a command in a process of its own
-# Beside debug=tiny: one evaluation, no pictures of what the model predicts.
-SHORT = [
-    "training.total_timesteps=60",
-    "training.report.every_env_steps=null",
-    "training.evaluate.video=false",
-]
+# Beside debug=tiny: no pictures of what the model predicts, no videos.
+SHORT = ["training.report.every_env_steps=null", "training.evaluate.video=false"]
 OWN = """from gymnasium.envs.classic_control import CartPoleEnv as MyEnv
 
 
@@ -193,7 +189,7 @@ def shortened(words: list[str]) -> list[str]:
         if "debug=tiny" not in rest:
             rest += ["debug=tiny", *(word for word in SHORT if not named(rest, word))]
         rest.append("logging.progress=off")
-    elif verb == "resume":  # a run of 60 or 100 steps; a page may lengthen it twice
+    elif verb == "resume":  # a run of 100 steps; a page may lengthen it twice
         steps = 120 if named(rest, "training.total_timesteps=") else 110
         rest = [word for word in rest if not word.startswith("training.total_timesteps=")]
         rest.append(f"training.total_timesteps={steps}")

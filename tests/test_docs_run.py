@@ -48,8 +48,8 @@ def test_most_commands_of_the_site_are_run():
     [
         ("train size=1m", f"train size=1m debug=tiny {' '.join(SHORT)} {OFF}"),
         (
-            "train training.total_timesteps=90",
-            f"train training.total_timesteps=90 debug=tiny {' '.join(SHORT[1:])} {OFF}",
+            "train training.evaluate.video=true",
+            f"train training.evaluate.video=true debug=tiny {SHORT[0]} {OFF}",
         ),
         ("train debug=tiny", f"train debug=tiny {OFF}"),
         ("resume", "resume training.total_timesteps=110"),
