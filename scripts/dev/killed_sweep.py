@@ -61,7 +61,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.folder.exists():
         sys.exit(f"{args.folder} exists: a sweep that begins anew needs a new folder")
-    began = time.monotonic()
+    from rl_lab.tools.doctor import commit
+
+    began, state = time.monotonic(), commit() or None  # files may change while it runs
     first = [*args.words, "--trials", str(args.trials), "--startup", str(args.startup)]
     kills = []
     for number, (ended, group) in enumerate([(args.trials // 3, True), (2 * args.trials // 3, False)]):
@@ -74,7 +76,7 @@ def main() -> int:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = problems(args.folder, trials, [kill["trials"] for kill in kills], args.trials)
     found += [f"the last call ended with status {status}"] if status else []
-    write(args, first, kills, trials, best, importances, found, used.ru_utime + used.ru_stime, began)
+    write(args, state, first, kills, trials, best, importances, found, used.ru_utime + used.ru_stime, began)
     print("\n".join(found) or f"{len(trials)} trials, none is lost or double")
     if args.picture:
         from report_images import photograph  # type: ignore[import-not-found]  # the file beside this one
@@ -221,6 +223,7 @@ def problems(
 
 def write(
     args: argparse.Namespace,
+    state: str | None,
     first: Sequence[str],
     kills: list[dict[str, Any]],
     trials: Sequence[Mapping[str, Any]],
@@ -230,7 +233,7 @@ def write(
     cpu_s: float,
     began: float,
 ) -> None:
-    from rl_lab.tools.doctor import commit, describe_machine
+    from rl_lab.tools.doctor import describe_machine
     from rl_lab.utils.files import write_json_atomic
 
     for kill in kills:
@@ -239,7 +242,7 @@ def write(
     words = shlex.join(["rl-lab", "sweep", "--folder", "FOLDER", *first, "--at-once", str(args.at_once)])
     result = {
         "benchmark": "killed_sweep",
-        "commit": commit() or None,
+        "commit": state,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "load_average": round(os.getloadavg()[0], 1),
