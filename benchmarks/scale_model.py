@@ -1,4 +1,6 @@
-"""A small model of how collecting scales: predicts steps per second with 1, 4 and 16 workers, and plans on paper.
+"""A small model of scale: predicts the steps per second of 1, 4, 16 workers, the update of 1, 2 ranks, and a cluster.
+
+`--part workers`:
 
     steps/s of w workers = N / (N · s / c(w) + w · m)
 
@@ -9,18 +11,36 @@
 `s` comes from half of the rounds with one worker; the other half, and the other numbers of workers, are predicted and
 compared with what is measured. With `--task waits` an environment waits instead of computing, as for a simulator on
 another machine; then c(w) is w, and the rest of the formula can be checked on a machine with few or busy cores.
-`--plan` computes the traffic of a cluster instead, with the formulas below.
+
+`--part ranks`: R learners on the CPU, which average their gradients (gloo):
+
+    seconds of an update = (u + k) · R / c(R) + n · l + b / v
+
+    u  seconds of the update of one rank's share of the batch, in a process that averages nothing
+    k  seconds that a process needs to copy its gradients to one tensor and back (measured with tensors of another size)
+    n, b  exchanges of an update, and bytes that each rank sends in them: 2 (R - 1) / R of those of an all-reduce
+    l, v  latency and bandwidth (measured with all-reduces of two other sizes)
+
+Every round measures all of them once, the next one in the opposite order; medians are compared. `--part plan` computes
+the traffic of a cluster instead, with the formulas below.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import math
 import multiprocessing
+import os
+import socket
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
@@ -29,36 +49,49 @@ import gymnasium
 import numpy as np
 
 from rl_lab.environments.make import make_env
+from rl_lab.errors import LabError
 
 GB = 1e9
+PARTS = ("workers", "ranks", "plan")
 
 
 def run(argv: list[str]) -> list[dict[str, Any]]:
-    """Return rows: measured and predicted steps/s for each number of workers; or, with --plan, a plan."""
+    """Return rows: measured and predicted for each number of workers or ranks; or a plan."""
     parser = argparse.ArgumentParser(
         prog="rl-lab bench scale_model",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--part", choices=PARTS, default="workers")
     parser.add_argument("--task", default="dmc/walker_walk", help="a task, or waits")
     parser.add_argument("--wait-ms", type=float, default=10.0, help="of each step, with --task waits")
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--num-envs", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--plan", action="store_true", help="no measurement: traffic of 16 nodes with 8 GPUs")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument(
+        "--words",
+        nargs="+",
+        default=["+experiment=dreamer_cartpole"],
+        help="what the ranks train, with a hook called update",
+    )
+    parser.add_argument("--updates", type=int, default=30, help="of each measurement of ranks")
+    parser.add_argument(
+        "--plan", action="store_true", help="as --part plan: no measurement, traffic of 16 nodes with 8 GPUs"
+    )
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--gpus", type=int, default=8, help="of each node")
     parser.add_argument("--envs", type=int, default=4000)
     parser.add_argument("--network", type=float, default=100.0, help="Gbit/s of each node")
     options = parser.parse_args(argv)
-    if options.plan:
+    if options.plan or options.part == "plan":
         cluster = Cluster(options.nodes, options.gpus, options.envs, options.network / 8)
         return [row for job in JOBS for row in plan(cluster, job)]
-    return measure(options)
+    return measure(options) if options.part == "workers" else measure_ranks(options)
 
 
-# --- Measured and predicted ---
+# --- Workers, measured and predicted ---
 
 
 @dataclass(frozen=True)
@@ -189,6 +222,204 @@ def _spin(start: Any, counts: Any, seconds: float) -> None:
     counts.put(loops / (perf_counter() - begin))
 
 
+# --- Ranks, measured and predicted ---
+
+SMALL, LARGE = 2**10, 2**20  # float32 numbers of the all-reduces that latency and bandwidth come from
+PROCESS = Path(__file__).with_name("_rank_process.py")
+MARK = "result: "  # of the lines with its answers
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What exchanging costs. latency_s: l, bandwidth: v in bytes/s."""
+
+    latency_s: float
+    bandwidth: float
+
+    @classmethod
+    def fit(cls, sent: tuple[float, float], seconds: tuple[float, float]) -> Exchange:
+        """Return the line through two measurements: bytes that each rank sends, and seconds."""
+        slope = (seconds[1] - seconds[0]) / (sent[1] - sent[0]) if sent[1] > sent[0] else 0.0
+        bandwidth = 1.0 / slope if slope > 0 else math.inf
+        return cls(max(seconds[0] - sent[0] / bandwidth, 0.0), bandwidth)
+
+    def seconds(self, calls: float, sent: float) -> float:
+        return calls * self.latency_s + sent / self.bandwidth
+
+
+def update_seconds(own_s: float, copy_s: float, ranks: int, capacity: float, exchange_s: float) -> float:
+    """Return the seconds of a joint update. own_s: u, of this rank's share; capacity: c(ranks)."""
+    return (own_s + copy_s) * ranks / capacity + exchange_s
+
+
+def measure_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    counts = sorted({1, *options.ranks})
+    cases = [(1, "fixed"), *((count, kind) for count in counts[1:] for kind in ("fixed", "scaled"))]
+    groups: dict[int, Group] = {}
+    found: dict[Any, list[float]] = {}
+
+    def note(key: Any, value: float) -> None:
+        found.setdefault(key, []).append(value)
+
+    def own(share: int) -> None:
+        note(("own", share), groups[0].ask("update", str(share), options.updates)["seconds"])
+
+    def capacity(count: int) -> None:
+        note(("spin", count), spin(count, options.seconds / 3))
+
+    def exchange(count: int) -> None:
+        for floats in (SMALL, LARGE):
+            note(
+                ("exchange", count, floats), groups[count].ask("exchange", floats, options.updates)["seconds"]
+            )
+
+    def copy() -> None:
+        note("copy", groups[1].ask("copy", LARGE, options.updates)["seconds"] / (4 * LARGE))
+
+    def joint(count: int, kind: str) -> None:
+        note((count, kind), groups[count].ask("update", kind, options.updates)["seconds"])
+
+    try:
+        groups[0] = Group(0, {str(share): [*options.words] for share in counts})
+        for count in counts:
+            kinds = ("fixed",) if count == 1 else ("fixed", "scaled")
+            words = {kind: [*options.words, f"training.global_batch={kind}"] for kind in kinds}
+            groups[count] = Group(count, words)
+        traffic = {case: groups[case[0]].ask("traffic", case[1]) for case in cases}
+        tasks: list[Callable[[], None]] = [partial(own, share) for share in counts]
+        tasks += [partial(capacity, count) for count in counts]
+        tasks += [partial(exchange, count) for count in counts]
+        tasks += [copy, *(partial(joint, *case) for case in cases)]
+        for number in range(options.rounds):
+            for task in tasks if number % 2 == 0 else tasks[::-1]:
+                task()
+    finally:
+        for group in groups.values():
+            group.close()
+    return rank_rows(counts, found, traffic)
+
+
+def rank_rows(
+    counts: Sequence[int], found: dict[Any, list[float]], traffic: dict[tuple[int, str], dict[str, float]]
+) -> list[dict[str, Any]]:
+    """Return what was measured beside what the other measurements predict.
+
+    found: seconds, by ("own", share), "copy", ("exchange", ranks, floats) and (ranks, kind); loops/s by ("spin", ranks)
+    traffic: of one update, by (ranks, kind)
+    """
+    middle = {key: statistics.median(values) for key, values in found.items()}
+    rows = [
+        {
+            "name": f"scale/share_{share}/update_ms",
+            "value": 1e3 * middle["own", share],
+            "unit": "ms",
+            "each": [1e3 * value for value in found["own", share]],
+        }
+        for share in counts
+    ]
+    for count in counts:
+        line = exchange_of(count, middle)
+        rows += [
+            {"name": f"scale/{count}_ranks/capacity", "value": cores(count, middle), "unit": "cores"},
+            {"name": f"scale/{count}_ranks/latency_us", "value": 1e6 * line.latency_s, "unit": "us"},
+            {"name": f"scale/{count}_ranks/bandwidth", "value": line.bandwidth / GB, "unit": "GB/s"},
+        ]
+    one = middle[1, "fixed"]
+    for (count, kind), made in traffic.items():
+        sent = all_reduce_bytes(count, made["reduced"] / 4) + (count - 1) * made["gathered"]
+        predicted = update_seconds(
+            middle["own", count if kind == "fixed" else 1],
+            middle["copy"] * made["largest"],
+            count,
+            cores(count, middle),
+            exchange_of(count, middle).seconds(made["calls"], sent),
+        )
+        measured = middle[count, kind]
+        name = f"scale/{count}_ranks/{kind}"
+        share = one / measured / (count if kind == "fixed" else 1)
+        rows += [
+            {"name": f"{name}/exchanges", "value": made["calls"], "unit": "calls"},
+            {"name": f"{name}/sent", "value": sent / 1e6, "unit": "MB"},
+            {
+                "name": f"{name}/measured",
+                "value": 1e3 * measured,
+                "unit": "ms",
+                "each": [1e3 * value for value in found[count, kind]],
+            },
+            {"name": f"{name}/predicted", "value": 1e3 * predicted, "unit": "ms"},
+            {"name": f"{name}/error", "value": predicted / measured - 1.0, "unit": "share"},
+            {"name": f"{name}/efficiency", "value": share, "unit": "share"},
+        ]
+    return rows
+
+
+def cores(count: int, middle: dict[Any, float]) -> float:
+    return 1.0 if count == 1 else middle["spin", count] / middle["spin", 1]
+
+
+def exchange_of(count: int, middle: dict[Any, float]) -> Exchange:
+    sizes = (SMALL, LARGE)
+    sent = tuple(all_reduce_bytes(count, floats) for floats in sizes)
+    seconds = tuple(middle["exchange", count, floats] for floats in sizes)
+    return Exchange.fit((sent[0], sent[1]), (seconds[0], seconds[1]))
+
+
+class Group:
+    """Processes of one number of ranks, which wait for orders; 0: one process that is no rank.
+
+    words: of the learners that each process builds. Without ranks, a name is the number that the batch is divided by.
+    """
+
+    def __init__(self, count: int, words: dict[str, list[str]]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "bench"}
+        size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        self.processes = []
+        for rank in range(max(count, 1)):
+            own = {**torchrun, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)} if count else {}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(PROCESS), json.dumps(words)],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **own},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        self.count = count
+
+    def ask(self, what: str, *words: Any) -> dict[str, float]:
+        """Give all processes an order; return the answer of the first one when all have answered."""
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended: its answer is missing
+                process.stdin.write(json.dumps([what, *words]) + "\n")
+                process.stdin.flush()
+        answers = [self._answer(process) for process in self.processes]
+        return answers[0]
+
+    def _answer(self, process: subprocess.Popen[str]) -> dict[str, float]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                found: dict[str, float] = json.loads(line.removeprefix(MARK))
+                return found
+        raise LabError(f"a process of {self.count} ranks ended with status {process.wait()}")
+
+    def close(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
 # --- A plan on paper ---
 
 
@@ -229,7 +460,7 @@ JOBS = (
 )
 
 
-def all_reduce_bytes(ranks: int, parameters: int) -> float:
+def all_reduce_bytes(ranks: int, parameters: float) -> float:
     """Return the bytes that each rank sends in a ring all-reduce of float32 gradients: 2 (R - 1) / R of them."""
     return 2.0 * (ranks - 1) / ranks * 4.0 * parameters
 

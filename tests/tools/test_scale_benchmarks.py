@@ -25,6 +25,63 @@ def test_the_model_of_workers():
     assert fitted.step_s == pytest.approx(1e-3) and fitted.message_s == 2e-4
 
 
+def test_the_model_of_ranks():
+    module = load_benchmark("scale_model")
+    # 1 kB takes 2 ms, 9 kB take 4 ms: 0.25 ms for each kB, and 1.75 ms without any.
+    line = module.Exchange.fit((1e3, 9e3), (2e-3, 4e-3))
+    assert line.bandwidth == pytest.approx(4e6) and line.latency_s == pytest.approx(1.75e-3)
+    assert line.seconds(3, 2e4) == pytest.approx(3 * 1.75e-3 + 5e-3)
+    alone = module.Exchange.fit((0.0, 0.0), (1e-4, 3e-4))  # one rank sends nothing
+    assert alone.seconds(2, 0.0) == pytest.approx(2e-4)
+    # 30 ms of computing and 2 ms of copying on 1.6 of two cores, then 5 ms of exchange.
+    assert module.update_seconds(30e-3, 2e-3, 2, 1.6, 5e-3) == pytest.approx(45e-3)
+
+
+def test_the_rows_of_ranks():
+    module = load_benchmark("scale_model")
+    large = 4 * module.LARGE
+    found = {
+        ("own", 1): [40e-3, 39e-3, 41e-3],
+        ("own", 2): [25e-3],
+        "copy": [1e-9],
+        ("spin", 1): [100.0],
+        ("spin", 2): [200.0],
+        ("exchange", 1, module.SMALL): [0.0],
+        ("exchange", 1, module.LARGE): [0.0],
+        ("exchange", 2, module.SMALL): [1e-3 + 4 * module.SMALL / 1e9],
+        ("exchange", 2, module.LARGE): [1e-3 + large / 1e9],
+        (1, "fixed"): [50e-3],
+        (2, "fixed"): [40e-3],
+        (2, "scaled"): [62.5e-3],
+    }
+    made = {"calls": 3.0, "reduced": 4e6, "gathered": 1e6, "largest": 3e6}
+    rows = module.rank_rows([1, 2], found, {(1, "fixed"): made, (2, "fixed"): made, (2, "scaled"): made})
+    values = {row["name"].removeprefix("scale/"): row["value"] for row in rows}
+    assert values["2_ranks/latency_us"] == pytest.approx(1000) and values[
+        "2_ranks/bandwidth"
+    ] == pytest.approx(1.0)
+    assert values["1_ranks/fixed/sent"] == 0 and values["2_ranks/fixed/sent"] == pytest.approx(5.0)
+    assert values["1_ranks/fixed/predicted"] == pytest.approx(40 + 3)  # and 3 MB copied at 1 GB/s
+    # 3 calls of 1 ms and 5 MB at 1 GB/s are 8 ms; two cores give each rank a whole one.
+    assert values["2_ranks/fixed/predicted"] == pytest.approx(25 + 3 + 8)
+    assert values["2_ranks/scaled/predicted"] == pytest.approx(40 + 3 + 8)
+    assert values["2_ranks/fixed/error"] == pytest.approx(-0.1)
+    # Fixed: 50 ms became 40, of two ranks. Scaled: twice the batch in 62.5 ms.
+    assert values["2_ranks/fixed/efficiency"] == pytest.approx(0.625)
+    assert values["2_ranks/scaled/efficiency"] == pytest.approx(0.8)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_are_measured():
+    tiny = ["--words", "+experiment=dreamer_cartpole", "debug=tiny"]
+    options = ["--part", "ranks", "--updates", "1", "--rounds", "1", "--seconds", "0.03", *tiny]
+    rows = {row["name"]: row["value"] for row in run_benchmark("scale_model", options)["rows"]}
+    for case in ("1_ranks/fixed", "2_ranks/fixed", "2_ranks/scaled"):
+        assert rows[f"scale/{case}/measured"] > 0 and rows[f"scale/{case}/predicted"] > 0
+        assert rows[f"scale/{case}/exchanges"] >= 2  # gradients, and statistics of the returns
+    assert rows["scale/1_ranks/fixed/sent"] == 0 < rows["scale/2_ranks/fixed/sent"]
+
+
 def test_the_plan_of_a_cluster():
     module = load_benchmark("scale_model")
     assert module.all_reduce_bytes(1, 10**6) == 0
@@ -63,6 +120,9 @@ def test_the_plan_of_a_cluster():
 def test_the_plan_of_the_page():
     """The table in docs/howto/scale.md."""
     rows = {row["name"]: row["value"] for row in run_benchmark("scale_model", ["--plan"])["rows"]}
+    assert rows == {
+        row["name"]: row["value"] for row in run_benchmark("scale_model", ["--part", "plan"])["rows"]
+    }
     text = (ROOT / "docs/howto/scale.md").read_text()
     steps = [
         round(rows[f"plan/{job}/env_steps_per_s"], -2)
