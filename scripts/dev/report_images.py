@@ -152,7 +152,7 @@ def photograph(page: Path, target: Path, width: int, height: int, dark: bool = F
         started = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         shown = started.new_page(viewport=size, color_scheme="dark" if dark else "light")
         shown.goto(page.resolve().as_uri())
-        if available():
+        if available() and shown.locator("#chart-data").count():  # a page with interactive plots
             shown.locator("html[data-charts=ready]").wait_for(state="attached")
             plot = shown.locator(".nsewdrag").first.bounding_box()
             assert plot is not None

@@ -26,6 +26,7 @@ from rl_lab.utils.files import make_folder
 COMPLETE, PRUNED, FAIL, RUNNING = "complete", "pruned", "failed", "running"
 _STATES = {"COMPLETE": COMPLETE, "PRUNED": PRUNED, "FAIL": FAIL, "RUNNING": RUNNING, "WAITING": RUNNING}
 _COLOR = {COMPLETE: COLORS[0], PRUNED: COLORS[4], RUNNING: COLORS[2]}
+BEST = COLORS[1]
 COLUMNS = 3  # panels in a row
 
 
@@ -35,36 +36,42 @@ def write_sweep_page(folder: SweepFolder, trials: Trials) -> Path:
     figures = folder.path / "figures"
     make_folder(figures)
     shares = trials.importances()
-    draw_history(rows, definition.direction, definition.metric, figures / "history.png")
+    draw_history(rows, definition.direction, definition.metric, best, figures / "history.png")
     draw_importances(shares, figures / "importances.png")
-    draw_parameters(rows, definition.search, definition.metric, figures / "parameters.png")
+    draw_parameters(rows, definition.search, definition.metric, best, figures / "parameters.png")
     draw_curves(rows, definition.metric, best, figures / "curves.png")
     page = Page(
         title=f"Sweep: {folder.path.name}",
         subtitle=" ".join(definition.overrides),
         facts=_facts(rows, best, definition),
         sections=[
+            *_best_section(trials, best),
             Section(
                 "Trials in order",
-                f"{definition.metric} of each trial and the best until then. "
-                "A pruned trial is shown with its last value.",
+                f"{definition.metric} of each trial and the best complete one until then. "
+                "A pruned or running trial is shown with its last evaluation.",
                 plots=[figures / "history.png"],
             ),
             Section(
                 "Importances",
-                "The share of each parameter in what separates good trials from the others (PED-ANOVA, arXiv "
-                "2304.10255). With few trials the shares change from trial to trial.",
+                "How much each parameter separates the best tenth of the complete trials from all of them, in shares "
+                "of 100 % (PED-ANOVA, arXiv 2304.10255). Optuna recommends five trials in that tenth, so 50: with "
+                "fewer, the shares change with each further trial.",
                 plots=[figures / "importances.png"],
             ),
             Section(
                 "Each parameter against the value",
-                "One point for each trial; filled: complete, hollow: pruned.",
+                "One point for each trial. Filled: complete, the best one in another color. Hollow: pruned or still "
+                "running, with its last evaluation.",
                 plots=[figures / "parameters.png"],
             ),
-            Section("Evaluations of all trials", plots=[figures / "curves.png"]),
+            Section(
+                "Evaluations of all trials",
+                "A line that ends early is that of a pruned or running trial.",
+                plots=[figures / "curves.png"],
+            ),
             Section("All trials", tables=[_table(rows, definition, best)]),
             Section("What was searched", tables=[_search_table(definition.search, shares)]),
-            *_best_section(trials, best),
         ],
     )
     return write_page(page, folder.page)
@@ -76,7 +83,12 @@ def _facts(rows: Sequence[Any], best: Any, definition: Any) -> list[tuple[str, s
     facts = [("trials", str(states.count(COMPLETE)), "complete" + "".join(f", {text}" for text in counts))]
     if best is not None:
         facts.insert(
-            0, (f"best {definition.metric}", number(best.value), f"trial {best.number}, {definition.value}")
+            0,
+            (
+                f"best {definition.metric}",
+                number(best.value),
+                f"trial {best.number}, {definition.value} evaluation",
+            ),
         )
     seconds = sum(_seconds(trial) or 0.0 for trial in rows)
     return [*facts, ("time", duration(seconds), "of all trials"), ("pruner", definition.pruner, "")]
@@ -141,7 +153,9 @@ def _best_section(trials: Trials, best: Any) -> list[Section]:
         "The best of many trials is partly luck. Train it with new seeds before you compare it: add "
         "--multirun experiment.seed=1,2,3."
     )
-    return [Section("The best trial again", note, texts=[("the command", text)])]
+    values = [[item.name, _shown(best.params.get(item.name))] for item in trials.definition.search]
+    table = Table(["key", "value"], values)
+    return [Section(f"The best: trial {best.number}", note, tables=[table], texts=[("its command", text)])]
 
 
 def _shown(value: Any) -> str:
@@ -151,7 +165,7 @@ def _shown(value: Any) -> str:
 # --- Figures ---
 
 
-def draw_history(rows: Sequence[Any], direction: str, metric: str, path: Path) -> None:
+def draw_history(rows: Sequence[Any], direction: str, metric: str, best: Any, path: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for form in forms(path):
@@ -163,12 +177,15 @@ def draw_history(rows: Sequence[Any], direction: str, metric: str, path: Path) -
                 if state in _COLOR and math.isfinite(value):
                     shown[state] = _COLOR[state]
                     _point(axes, trial.number, value, state)
+            if best is not None:
+                shown[f"best: trial {best.number}"] = BEST
+                _point(axes, best.number, best.value, COMPLETE, BEST)
             done = [trial for trial in rows if trial.state.name == "COMPLETE"]
             better = max if direction == "maximize" else min
-            best = [better(trial.value for trial in done[: index + 1]) for index in range(len(done))]
-            if best:
+            until = [better(trial.value for trial in done[: index + 1]) for index in range(len(done))]
+            if until:
                 places = [trial.number for trial in done] + [rows[-1].number]
-                axes.step(places, [*best, best[-1]], where="post", color=SOFT, linewidth=1.5)
+                axes.step(places, [*until, until[-1]], where="post", color=SOFT, linewidth=1.5)
                 shown["best so far"] = SOFT
             if not shown:
                 show_placeholder(axes, "no value yet")
@@ -179,8 +196,8 @@ def draw_history(rows: Sequence[Any], direction: str, metric: str, path: Path) -
                 name_legend(figure, shown)
 
 
-def _point(axes: Any, x: float, y: float, state: str) -> None:
-    color = _COLOR[state]
+def _point(axes: Any, x: float, y: float, state: str, color: str = "") -> None:
+    color = color or _COLOR[state]
     face = color if state == COMPLETE else "white"
     axes.plot([x], [y], "o", color=color, markerfacecolor=face, markersize=6, markeredgewidth=1.4)
 
@@ -204,7 +221,9 @@ def draw_importances(shares: dict[str, float], path: Path) -> None:
             axes.grid(axis="y", visible=False)
 
 
-def draw_parameters(rows: Sequence[Any], search: Sequence[Parameter], metric: str, path: Path) -> None:
+def draw_parameters(
+    rows: Sequence[Any], search: Sequence[Parameter], metric: str, best: Any, path: Path
+) -> None:
     from matplotlib.ticker import NullFormatter
 
     for form in forms(path):
@@ -217,12 +236,14 @@ def draw_parameters(rows: Sequence[Any], search: Sequence[Parameter], metric: st
             for item, axes in zip(search, panels.flat):
                 axes.set_title(form.cut(item.name, 42))
                 places = {word_of(choice): place for place, choice in enumerate(item.choices)}
-                for trial in rows:
+                for trial in sorted(rows, key=lambda trial: best is not None and trial.number == best.number):
                     state, value = _STATES[trial.state.name], _value(trial)
                     if state not in _COLOR or item.name not in trial.params or not math.isfinite(value):
                         continue
                     given = trial.params[item.name]
-                    _point(axes, places[word_of(given)] if places else given, value, state)
+                    strong = best is not None and trial.number == best.number
+                    place = places[word_of(given)] if places else given
+                    _point(axes, place, value, state, BEST if strong else "")
                 if places:
                     axes.set_xticks(list(places.values()), [cut(name, 14) for name in places])
                     axes.set_xlim(-0.5, len(places) - 0.5)
@@ -246,7 +267,7 @@ def draw_curves(rows: Sequence[Any], metric: str, best: Any, path: Path) -> None
                 if not points or state not in _COLOR:
                     continue
                 strong = best is not None and trial.number == best.number
-                color = COLORS[1] if strong else _COLOR[state]
+                color = BEST if strong else _COLOR[state]
                 shown[f"best: trial {trial.number}" if strong else state] = color
                 axes.plot(
                     *zip(*points),

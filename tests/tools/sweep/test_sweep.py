@@ -86,6 +86,7 @@ def test_a_sweep_finds_the_better_half_and_writes_its_page(tmp_path: Path, progr
     assert set(shares) == {"x", "kind"} and sum(shares.values()) == pytest.approx(1.0)
     page = write_sweep_page(made.folder, made.trials).read_text()
     assert page.count('<img class="plot"') == 4 and f"trial {best.number}" in page and "PED-ANOVA" in page
+    assert page.index(f">The best: trial {best.number}<") < page.index(">Trials in order<")
     assert "rl-lab train" in page and f"x={best.params['x']!r}" in page
     again = runner(tmp_path / "s", program)
     assert again.run().complete == 0  # nothing is left to do
