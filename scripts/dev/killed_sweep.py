@@ -32,7 +32,7 @@ from typing import Any
 
 WORDS = (
     "+experiment=dreamer_cartpole",
-    "training.total_timesteps=1600",
+    "training.total_timesteps=2400",
     "training.evaluate.every_env_steps=400",
     "training.log.every_env_steps=400",
     "training.report.every_env_steps=null",
