@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The agents that come with the package (example://NAME): train each on the CPU, and write it to rl_lab/agents/NAME.
-# Minutes on two idle cores. Any other run becomes one by the last command: rl-lab export RUN --example NAME.
+# Bounce and Catch take minutes, the others about half an hour of one core each. Any other run becomes one by the last command: rl-lab export RUN --example NAME.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 runs=${1:-outputs/examples}
@@ -12,3 +12,4 @@ example() {  # name, checkpoint, words of rl-lab train
 }
 example bounce best experiment=dreamer_bounce training.total_timesteps=8000
 example catch last experiment=delta_iris_catch
+example obstacles last experiment=dreamer_obstacles

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import rl_lab
 from rl_lab.cli import main
@@ -190,6 +191,10 @@ def test_examples_are_small_and_dream(name: str):
     agent = rl_lab.load_agent(f"example://{name}")
     assert agent.workflow.can_dream and list((folder.path / "media/episodes/test").glob("start_*.npz"))
     assert (folder.path / "scores.json").is_file() and "/" not in str(agent.config.run_dir or "")
+    with Image.open(folder.path / "dream.gif") as picture:
+        assert (
+            picture.n_frames >= 10
+        )  # of the longest recorded episode, also where others end after a few steps
 
 
 def test_the_package_has_an_agent_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

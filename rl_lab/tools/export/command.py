@@ -259,7 +259,7 @@ def _scores(
 
 
 def _record(agent: Agent, target: Path, count: int, seed: int, trust: bool, remarks: list[str]) -> None:
-    """Record episodes, from which a dream can start without the environment, and draw a dream beside one."""
+    """Record episodes, from which a dream can start without the environment, and draw a dream beside the longest."""
     from rl_lab.tools.dream_report.errors import run_episodes
 
     folder = target / STARTS
@@ -303,13 +303,13 @@ def _draw(target: Path, episodes: list[dict[str, np.ndarray]], trust: bool, rema
 
     folder = RunFolder(target)
     context = fitting_context(folder)
-    shortest = min(len(rows["reward"]) for rows in episodes)
+    longest = max(len(rows["reward"]) for rows in episodes)
     try:
         found = measure(
             [folder],
             episodes=str(target / STARTS),
             context=context,
-            horizon=max(1, min(30, shortest - context - 1)),
+            horizon=max(1, min(30, longest - context)),
             segments=1,
             device="cpu",
             trust=trust,
