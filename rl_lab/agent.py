@@ -35,6 +35,7 @@ from rl_lab.utils.checkpoint.manifest import read_manifest
 from rl_lab.utils.checkpoint.matching import load_matching, partial_load
 from rl_lab.utils.device import resolve_device
 from rl_lab.utils.files import absolute, read_json
+from rl_lab.utils.progress import point_of
 from rl_lab.workflows.context import ControllerManager, WorldModelComponents
 
 
@@ -51,12 +52,14 @@ class Agent:
         checkpoint: Path | None = None,
         normalizer: ObservationNormalizer | None = None,
         native: Callable[[], NativeForm] | None = None,  # None: it acts only with `scaled`
+        updates: int = 0,
     ) -> None:
         self.workflow = workflow
         self.spec = spec  # in the lab's form
         self.device = device
         self.config = config
         self.step = step  # agent decisions in training
+        self.updates = updates  # 0: not known
         self.checkpoint = checkpoint  # file of its weights
         self.normalizer = (
             normalizer  # with the observation statistics of the run, if it normalizes observations
@@ -73,7 +76,7 @@ class Agent:
     @property
     def weights(self) -> str:
         """Which weights it has, and whether training found better ones, in words."""
-        return describe_weights(self.checkpoint, self.step)
+        return describe_weights(self.checkpoint, self.step, self.updates)
 
     @property
     def native(self) -> NativeForm:
@@ -121,6 +124,7 @@ class Agent:
         taken = partial_load(loaded.state, spec, parts["components"], parts["controllers"])
         self.workflow.weights_loaded()
         self.step, self.checkpoint, self._state = loaded.step, loaded.path, None
+        self.updates = updates_of(loaded)
         return taken
 
     @torch.no_grad()
@@ -249,9 +253,18 @@ def agent_from(folder: RunFolder, checkpoint: Path, device: str = "auto", *, tru
     return agent
 
 
-def describe_weights(checkpoint: Path | None, step: int) -> str:
-    """Return "step 12,002; best.pt (step 9,006) scored 500.0 in training: checkpoint best"."""
-    own = f"weights of step {step:,}"
+def updates_of(loaded: Loaded) -> int:
+    """Return the updates before a checkpoint; 0 if it does not say, as weights that older versions saved."""
+    totals = loaded.state.get("phase_state", {}).get("totals", {})
+    return int(loaded.info.get("updates", totals.get("updates", 0)))
+
+
+def describe_weights(checkpoint: Path | None, step: int, updates: int = 0) -> str:
+    """Return "weights of step 12,002; best.pt (step 9,006) scored 500.0 in training: checkpoint best".
+
+    A run on stored data alone has updates instead of steps.
+    """
+    own = f"weights of {point_of(step, updates)}"
     if checkpoint is None:
         return own
     try:
@@ -261,9 +274,11 @@ def describe_weights(checkpoint: Path | None, step: int) -> str:
     score = best["info"].get("best_return")
     if score is None:
         return own
-    if best["step"] == step:
+    its_updates = int(best["info"].get("updates", updates))
+    if best["step"] == step and (step or its_updates == updates):
         return f"{own}, which had the best evaluation in training ({score:,.1f})"
-    return f"{own}; best.pt (step {best['step']:,}) scored {score:,.1f} in training: checkpoint best"
+    where = point_of(best["step"], its_updates)
+    return f"{own}; best.pt ({where}) scored {score:,.1f} in training: checkpoint best"
 
 
 def load_native_form(folder: RunFolder, config: Any, spec: Spec, saved: Any = None) -> NativeForm:
@@ -307,7 +322,8 @@ def _assemble(config: Any, spec: Spec, where: torch.device, loaded: Loaded) -> A
     workflow.context.components.eval()
     workflow.context.controller_manager.eval()
     normalizer = _normalizer(config, spec, loaded.state.get("observation_statistics"))
-    return Agent(workflow, spec, where, config, int(loaded.state["global_step"]), loaded.path, normalizer)
+    step = int(loaded.state["global_step"])
+    return Agent(workflow, spec, where, config, step, loaded.path, normalizer, updates=updates_of(loaded))
 
 
 def _networks(components: WorldModelComponents) -> dict[str, torch.nn.Module]:

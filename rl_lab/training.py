@@ -52,7 +52,7 @@ from rl_lab.utils.checkpoint.manager import CheckpointManager
 from rl_lab.utils.checkpoint.matching import partial_load
 from rl_lab.utils.files import RunLock, absolute, read_json
 from rl_lab.utils.logger import ExperimentLogger, SilentLogger
-from rl_lab.utils.progress import Progress, clock_time
+from rl_lab.utils.progress import Progress, clock_time, point_of
 
 
 @dataclass
@@ -66,6 +66,7 @@ class RunResult:
     eval_return_mean: float | None = None  # of the last evaluation, if there was one
     best_return: float | None = None  # of the best evaluation, whose weights are in best.pt
     best_step: int | None = None
+    best_updates: int | None = None
     seconds: float = 0.0  # of training, since this call began it
     steps_here: int = 0  # environment steps of this call; a resumed run has more
     ended: str | None = None  # which callback ended the run before its last step, and why
@@ -78,7 +79,7 @@ class RunResult:
         if self.seconds and self.steps_here:
             parts[0] += f" in {clock_time(self.seconds)} ({self.steps_here / self.seconds:,.0f} steps/s)"
         if self.best_return is not None:
-            at = f" at step {self.best_step:,}" if self.best_step is not None else ""
+            at = f" at {point_of(self.best_step, self.best_updates)}" if self.best_step is not None else ""
             parts.append(f"best evaluation {self.best_return:,.1f}{at}")
         if not self.first_rank:
             return []
@@ -95,7 +96,8 @@ class RunResult:
     def __repr__(self) -> str:
         state = "stopped" if self.interrupted else "ended early" if self.ended else "finished"
         best = "" if self.best_return is None else f", best evaluation {self.best_return:,.1f}"
-        return f"RunResult({str(self.path)!r}, {state} at step {self.counters.get('env_steps', 0):,}{best})"
+        at = point_of(self.counters.get("env_steps", 0), self.counters.get("updates"))
+        return f"RunResult({str(self.path)!r}, {state} at {at}{best})"
 
 
 NEXT = (
@@ -436,7 +438,9 @@ def _run(
         if loaded is not None:
             empty = checkpoints.restore_buffers(loaded, run.context.buffers)
             run.orchestrator.restore(loaded.state, empty_buffers=empty)
-            say(f"resumed at step {loaded.state['global_step']} from {loaded.path}")
+            step, updates = (loaded.state["phase_state"]["totals"][key] for key in ("env_steps", "updates"))
+            at = f"step {step}" if step or not updates else point_of(step, updates)
+            say(f"resumed at {at} from {loaded.path}")
             if (saved := saved_ranks(loaded.state)) != ranks.size():
                 from rl_lab.launch.ranks import describe_change
 
@@ -721,6 +725,7 @@ def _finish(
         eval_return_mean=orchestrator.log.last_evaluation,
         best_return=best[0] if best else None,
         best_step=best[1] if best else None,
+        best_updates=orchestrator.best_updates,
         ended=orchestrator.ended or None,
         seconds=seconds,
         steps_here=orchestrator.scheduler.totals["env_steps"] - steps_before,

@@ -22,6 +22,7 @@ import torch
 from rl_lab.errors import ConfigError, LabError, closest, reject_unknown, unexpected
 from rl_lab.orchestration.run_log import STOP_WHEN
 from rl_lab.utils import ranks
+from rl_lab.utils.progress import point_of
 
 if TYPE_CHECKING:
     from rl_lab.orchestration.orchestrator import Orchestrator
@@ -276,6 +277,7 @@ class StopWhen:
         self.in_a_row = 0  # values that reach the threshold
         self.best: float | None = None
         self.best_step = 0
+        self.best_updates: int | None = None
         self.waited = 0  # values since the best
         self.reason = ""  # of the stop
         self._missed, self._known = 0, set[str]()
@@ -311,6 +313,7 @@ class StopWhen:
         self.in_a_row = self.in_a_row + 1 if self.rule.reached(value) else 0
         if self.rule.improves(value, self.best):
             self.best, self.best_step, self.waited = value, run.step, 0
+            self.best_updates = run.counters["updates"]
         else:
             self.waited += 1
         self.reason = self._why(value)
@@ -323,7 +326,8 @@ class StopWhen:
             times = f", {rule.times} times in a row" if rule.times > 1 else ""
             return f"{rule.metric} is {value:g}, {rule.thresholds}{times}"
         if rule.patience is not None and self.waited >= rule.patience:
-            found = "never a number" if self.best is None else f"{self.best:g} at step {self.best_step:,}"
+            at = point_of(self.best_step, self.best_updates)
+            found = "never a number" if self.best is None else f"{self.best:g} at {at}"
             return f"{rule.metric} has not improved {rule.patience} times in a row (best: {found})"
         return ""
 
@@ -333,6 +337,7 @@ class StopWhen:
             "in_a_row": self.in_a_row,
             "best": self.best,
             "best_step": self.best_step,
+            "best_updates": self.best_updates,
             "waited": self.waited,
             "reason": self.reason,
         }
@@ -344,3 +349,4 @@ class StopWhen:
         self.in_a_row, self.waited = int(state["in_a_row"]), int(state["waited"])
         self.best = None if state["best"] is None else float(state["best"])
         self.best_step, self.reason = int(state["best_step"]), str(state["reason"])
+        self.best_updates = state.get("best_updates")

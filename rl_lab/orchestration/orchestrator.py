@@ -98,6 +98,7 @@ class Orchestrator:
         self._succeeded: set[str] = set()  # actions that have succeeded at least once
         self._best_return = float("-inf")
         self._best_step: int | None = None
+        self._best_updates: int | None = None
         self._activity: str | None = None  # what a long action is doing, for the progress display
         self._time_left: TimeLeft | None = None
         self._saved_at: dict[str, int] = {}
@@ -244,6 +245,11 @@ class Orchestrator:
         """Return and step of the best evaluation, or None; the step is None if an older version saved the run."""
         return None if self._best_return == float("-inf") else (self._best_return, self._best_step)
 
+    @property
+    def best_updates(self) -> int | None:
+        """Updates before the best evaluation; None if there is none, or if an older version saved the run."""
+        return self._best_updates
+
     def tick(self) -> None:
         """Show the counters on the progress display, if it was not drawn a moment ago."""
         self.log.tick(self.scheduler.totals, self._headline)
@@ -365,6 +371,7 @@ class Orchestrator:
                 self.log.logger.video("eval/episode", frames, step=step, fps=30, folder="episodes/test")
         if metrics["eval/return_mean"] >= self._best_return:  # on a tie, prefer the longer trained weights
             self._best_return, self._best_step = metrics["eval/return_mean"], step
+            self._best_updates = self.scheduler.totals["updates"]
             self.save(tag="best")
         self._call_back("on_evaluation", metrics)
         return metrics
@@ -442,6 +449,7 @@ class Orchestrator:
         info = {
             "metrics_bytes": self.log.logger.metrics_bytes(),
             "best_return": self._best_return,
+            "updates": self.scheduler.totals["updates"],
             **self.info,
         }
         step, save = self.scheduler.totals["env_steps"], self.checkpoints.save
@@ -472,7 +480,7 @@ class Orchestrator:
         for name, runner in self._transforms().items():
             runner.position = int(own["transforms"].get(name, 0))
         self._best_return = float(own["best_return"])
-        self._best_step = own.get("best_step")
+        self._best_step, self._best_updates = own.get("best_step"), own.get("best_updates")
         self._logged_at = [int(count) for count in own.get("logged_at", [])]
         self.side_jobs.set_state(own.get("side_failures", {}))
         self._callback_states = dict(own.get("callbacks", {}))
@@ -489,6 +497,7 @@ class Orchestrator:
                 "transforms": {name: runner.position for name, runner in self._transforms().items()},
                 "best_return": self._best_return,
                 "best_step": self._best_step,
+                "best_updates": self._best_updates,
                 "logged_at": list(self._logged_at),
                 "side_failures": self.side_jobs.get_state(),
                 "callbacks": self._states_of_callbacks(),

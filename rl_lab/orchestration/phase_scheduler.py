@@ -2,7 +2,7 @@
 
 It takes counts and returns names, and does not import torch. A *cycle* is one pass over the hooks of a phase.
 A phase ends when its duration is reached: immediately for updates, after the current cycle for steps and
-cycles.
+cycles. An evaluation that is due at the last update is made before the phase ends.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class PhaseScheduler:
         """Return the name of the next action, or None when training has ended."""
         idle_cycles = 0
         while (phase := self.current_phase()) is not None:
+            if self._updates_over(phase) and not self._evaluation_due(phase):
+                self._start_phase(self._index + 1)
+                continue
             while self._position < len(phase.hooks):
                 if self._calls_due(phase, self._position) > 0:
                     return phase.hooks[self._position].name
@@ -131,7 +134,7 @@ class PhaseScheduler:
             for position, ratio in self._ratios.items():
                 if self.is_ready(phase.hooks[position].name, phase):
                     ratio.earn(steps)
-        if phase.duration_updates and self.counts["updates"] >= phase.duration_updates:
+        if self._updates_over(phase) and not self._evaluation_due(phase):
             self._start_phase(self._index + 1)
 
     def progress(self) -> float:
@@ -178,6 +181,8 @@ class PhaseScheduler:
 
     def _calls_due(self, phase: PhaseDefinition, position: int) -> int:
         use = phase.hooks[position]
+        if self._updates_over(phase) and use.kind != "evaluate":
+            return 0
         if use.kind == "collect":
             return self._collects_due(phase, use)
         if (
@@ -199,6 +204,16 @@ class PhaseScheduler:
         if use.env_steps:
             return use.env_steps - self._steps_here
         return use.repeat - self._calls
+
+    def _updates_over(self, phase: PhaseDefinition) -> bool:
+        return bool(phase.duration_updates) and self.counts["updates"] >= (phase.duration_updates or 0)
+
+    def _evaluation_due(self, phase: PhaseDefinition) -> bool:
+        """Return whether the last update of a phase is one after which its hook `evaluate` runs."""
+        return any(
+            phase.hooks[position].kind == "evaluate" and every.due(self.totals)
+            for position, every in self._cadences.items()
+        )
 
     def _steps_over(self, phase: PhaseDefinition) -> bool:
         over = bool(phase.duration_steps) and self.counts["env_steps"] >= (phase.duration_steps or 0)

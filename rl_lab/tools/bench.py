@@ -87,12 +87,13 @@ class ResultFile:
             "rows": [_checked(self.benchmark, row) for row in rows],
         }
 
-    def write(self, rows: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def write(self, rows: Sequence[Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write all rows so far, and all tensors."""
         if self.path is not None:
-            from rl_lab.utils.checkpoint.safetensors import write_tensors
+            if tensors is not None:
+                from rl_lab.utils.checkpoint.safetensors import write_tensors
 
-            write_tensors(self.path.with_suffix(".safetensors"), tensors, {})
+                write_tensors(self.path.with_suffix(".safetensors"), tensors, {})
             write_json_atomic(self.path, self.content(rows))
 
     def earlier(self) -> tuple[list[str], list[Row], dict[str, torch.Tensor]] | None:

@@ -23,6 +23,7 @@ from rl_lab.tools.resume import add_trust
 from rl_lab.tools.statistics import describe
 from rl_lab.tools.terminal import bounds, number
 from rl_lab.utils.media import save_video, to_frames
+from rl_lab.utils.progress import point_of
 
 if TYPE_CHECKING:
     from rl_lab.agent import Agent
@@ -107,8 +108,8 @@ def main(args: argparse.Namespace) -> int:
     if result["sample"] and result["temperature"] != 1.0:
         how += f" at temperature {result['temperature']:g}"
     title = (
-        f"{result['experiment']} at step {result['step']:,}: {result['task']} over {result['episodes']} episodes, "
-        f"{how}"
+        f"{result['experiment']} at {point_of(result['step'], result['updates'])}: {result['task']} over "
+        f"{result['episodes']} episodes, {how}"
     )
     print_table(
         table(result),
@@ -207,6 +208,7 @@ def evaluate(
         "workflow": type(agent.workflow).__name__,
         "task": task.full_name,
         "step": agent.step,
+        "updates": agent.updates,
         "checkpoint": checkpoint,
         "weights": agent.checkpoint.name if agent.checkpoint else None,
         "episodes": episodes,
@@ -218,7 +220,7 @@ def evaluate(
         **summary(evaluation.episodes, task, seed),
     }
     report = folder.report if json_file and csv_file else folder.output().report
-    named = report / f"eval_{agent.step:09d}_seed{seed}.json"
+    named = report / f"eval_{agent.step or agent.updates:09d}_seed{seed}.json"
     json_target = Path(json_file) if json_file else named
     csv_target = Path(csv_file) if csv_file else json_target.with_suffix(".csv")
     text = episode_lines(evaluation.episodes, task)

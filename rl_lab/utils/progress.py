@@ -23,6 +23,11 @@ PLAIN_SECONDS = 30.0  # plain mode prints a line at least this often
 RATE_WINDOW_SECONDS = 60.0  # the ETA uses the rate over this window
 
 
+def point_of(step: int, updates: int | None) -> str:
+    """Return "step 12,002", or "update 6,000" of a run on stored data alone, which takes no environment steps."""
+    return f"update {updates:,}" if updates and not step else f"step {step:,}"
+
+
 class Progress:
     """Shows phase, steps, rates, returns, time left and memory.
 

@@ -122,6 +122,39 @@ def test_evaluate_fires_when_limit_is_passed():
     assert walk(scheduler_of(text), envs=7) == "c" + "ce" + "ce"
 
 
+@pytest.mark.parametrize(
+    ("hooks", "updates", "expected"),
+    [
+        ("[update, {evaluate: {every_updates: 3}}]", 6, "uuueuuue"),
+        ("[update, {evaluate: {every_updates: 3}}]", 5, "uuueuu"),
+        ("[{update: {repeat: 4}}, {evaluate: {every_updates: 3}}]", 6, "uuuueuue"),
+        ("[{evaluate: {every_updates: 3}}, update]", 6, "uuueuuue"),
+        ("[update]", 2, "uu"),
+    ],
+)
+def test_evaluation_at_the_last_update_is_made(hooks: str, updates: int, expected: str):
+    """Before the phase ends; the next phase counts from there, and every point of it can be saved."""
+    after = "{name: y, type: offline, duration_updates: 4, workflow_hooks: [update, {evaluate: {every_updates: 5}}]}"
+    text = f"[{{name: x, type: offline, duration_updates: {updates}, workflow_hooks: {hooks}}}, {after}]"
+    whole = walk(scheduler_of(text))
+    # The counter of updates is that of the run, so the second phase evaluates at multiples of 5 of it.
+    rest = "".join("u" + "e" * (k % 5 == 0) for k in range(updates + 1, updates + 5))
+    assert whole == expected + rest
+    for stop in range(1, len(whole)):
+        first, second = scheduler_of(text), scheduler_of(text)
+        begun = walk(first, limit=stop).rstrip("…")
+        second.set_state(first.get_state())
+        assert begun + walk(second) == whole
+
+
+def test_a_phase_that_is_shortened_on_resume_ends():
+    text = "[{{name: x, type: offline, duration_updates: {}, workflow_hooks: [update, {{evaluate: {{every_updates: 3}}}}]}}]"
+    first, second = scheduler_of(text.format(9)), scheduler_of(text.format(4))
+    assert walk(first, limit=6).startswith("uuueuu")
+    second.set_state(first.get_state())
+    assert walk(second) == ""
+
+
 def test_groups_repeat():
     text = """
         - repeat: 3

@@ -9,7 +9,7 @@ import pytest
 
 from rl_lab.errors import ConfigError
 from rl_lab.utils import progress as progress_module
-from rl_lab.utils.progress import Progress
+from rl_lab.utils.progress import Progress, point_of
 
 HEADLINE = {
     "phase": "joint",
@@ -23,6 +23,12 @@ HEADLINE = {
     "return": 210.0,
     "eval_return": None,
 }
+
+
+def test_point_of_a_run() -> None:
+    assert point_of(12002, 300) == "step 12,002"
+    assert point_of(0, 6000) == "update 6,000"  # stored data alone
+    assert point_of(0, 0) == point_of(0, None) == "step 0"
 
 
 class Terminal(io.StringIO):

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 import rl_lab
+from rl_lab.cli import main
 from rl_lab.errors import LabError
+from rl_lab.run_folder import RunFolder
+from rl_lab.tools.export.card import write_card
+from rl_lab.tools.play.library import entries_of
+from rl_lab.tools.report import sections
+from rl_lab.tools.report.runs import load_runs
 from rl_lab.training import resume
 from rl_lab.utils.files import read_jsonl
 from tests.buffers.formats.test_tensordict import save
@@ -67,7 +73,35 @@ def mt30_episodes(*, tasks: int = 2, episodes: int = 6, rows: int = 21) -> dict[
     return {"obs": obs, "action": action, "reward": reward, "task": numbers.contiguous()}
 
 
-def test_the_offline_experiment_trains_on_files_of_mt30(tmp_path: Path, monkeypatch):
+def _assert_updates_are_named(run: rl_lab.RunResult, evaluations: list[float], capsys) -> None:
+    """What names the weights of a run without environment steps names updates: the best were at step 0 otherwise."""
+    best = 6 if evaluations[1] >= evaluations[0] else 3
+    assert (run.best_step, run.best_updates) == (0, best)
+    assert f"best evaluation {max(evaluations):,.1f} at update {best}" in run.summary()[0]
+    assert f"finished at update 6, best evaluation {max(evaluations):,.1f}" in repr(run)
+    capsys.readouterr()
+    words = ["--episodes", "1", "--no-video"]
+    for checkpoint, updates in (("last", 6), ("best", best)):
+        assert main(["eval", str(run.path), *words, "--checkpoint", checkpoint]) == 0
+        printed = capsys.readouterr().out
+        assert f"tdmpc2_multitask_offline at update {updates}: " in printed
+        known = f"weights of update {updates}, which had" if updates == best else "weights of update 6; best.pt"
+        assert known in printed and "step 0" not in printed
+    agent = rl_lab.load_agent(run.path)
+    assert agent.updates == 6
+    card = write_card(run.path, agent, scores=None, dtype="float32", parameters=1)
+    assert "weights after 6 updates on stored data." in card.read_text()
+    data = load_runs([RunFolder(run.path)])
+    facts = {name: more for name, _, more in sections.facts(data[0].summary)}
+    assert facts["best evaluation"] == f"at update {best}"
+    assert [line.split(", ")[0] for line in data[0].summary.checkpoints][-1].endswith(": update 6")
+    rows = sections.evaluation_section(data)[0].tables[0].rows
+    assert {row[1] for row in rows} == {"update 6", f"update {best}"}  # each has a file of its own
+    texts = [entry.label for entry in entries_of(run.path)]
+    assert texts[0] == "last, update 6" and texts[1].startswith(f"best, update {best} (")
+
+
+def test_the_offline_experiment_trains_on_files_of_mt30(tmp_path: Path, monkeypatch, capsys):
     """Only stored files: `tdmpc2_multitask_offline` as it is, smaller. NaN in row 0 reaches no loss."""
     torch.manual_seed(0)
     folder = tmp_path / "mt30"
@@ -87,7 +121,8 @@ def test_the_offline_experiment_trains_on_files_of_mt30(tmp_path: Path, monkeypa
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert len(losses) == 6 and torch.tensor(losses).isfinite().all()
     evaluations = [line["eval/return_mean"] for line in lines if "eval/return_mean" in line]
-    assert len(evaluations) == 1 and evaluations[0] is not None  # after 3 updates
+    assert len(evaluations) == 2 and None not in evaluations  # after 3 and after 6 updates
+    _assert_updates_are_named(run, evaluations, capsys)
     # Files of more tasks than the environment has are refused.
     save(folder / "chunk_1.pt", mt30_episodes(tasks=3), monkeypatch)
     with pytest.raises(LabError, match=r"mt30: episode 0: .task. has shape"):

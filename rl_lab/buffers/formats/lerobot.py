@@ -41,8 +41,9 @@ VERSION = "v3.0"
 FILES = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 DATA_PATH, VIDEO_PATH = f"data/{FILES}.parquet", f"videos/{{video_key}}/{FILES}.mp4"
 EPISODES, TASKS = "meta/episodes/chunk-000/file-000.parquet", "meta/tasks.parquet"
-LAST, LAST_GROUP = "meta/rl_lab_last.parquet", 256  # episodes in a row group
+LAST, LAST_GROUP = "meta/rl_lab_last.parquet", 256  # episodes in a row group, also of EPISODES
 FILE_BYTES, PER_CHUNK = 100 << 20, 1000
+GROUP_BYTES = 1 << 20  # of a row group of steps: what reading an episode decodes at least
 TASK = "task"
 
 
@@ -59,6 +60,67 @@ def read_table(path: Path, **options: Any) -> Any:
     except (OSError, pyarrow.ArrowException) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
         raise ConfigError(f"{path} cannot be read: it is damaged or missing ({reason})") from None
+
+
+class ParquetRows:
+    """Rows of a parquet file, read by row groups; the groups that were read last are kept.
+
+    Files are mapped, so only the groups that are read take memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path = path
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise self._fault(error) from None
+        facts = self._file.metadata
+        counts = [facts.row_group(number).num_rows for number in range(facts.num_row_groups)]
+        self._ends = np.cumsum(np.array(counts, dtype=np.int64))
+        self._kept: tuple[tuple[int, int], Any] | None = None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def rows(self, start: int, count: int) -> Any:
+        """Return a table of the rows start … start + count, or fewer at the end of the file."""
+        stop = min(start + count, len(self))
+        if not 0 <= start < stop:
+            return self._read(0, 0).slice(0, 0)
+        first, last = (int(np.searchsorted(self._ends, row, side="right")) for row in (start, stop - 1))
+        begin = int(self._ends[first - 1]) if first else 0
+        return self._read(first, last).slice(start - begin, stop - start)
+
+    def _read(self, first: int, last: int) -> Any:
+        import pyarrow
+
+        if self._kept is None or self._kept[0] != (first, last):
+            self._kept = None  # freed before the next ones are read
+            try:
+                table = self._file.read_row_groups(list(range(first, last + 1)))
+            except (OSError, pyarrow.ArrowException) as error:
+                raise self._fault(error) from None
+            self._kept = (first, last), table
+        return self._kept[1]
+
+    def first_value(self, column: str) -> int:
+        """Return the value of a column in the first row."""
+        import pyarrow
+
+        try:
+            return int(self._file.read_row_group(0, columns=[column])[column][0].as_py())
+        except (OSError, pyarrow.ArrowException) as error:
+            raise self._fault(error) from None
+
+    def close(self) -> None:
+        self._file.close(force=True)
+
+    def _fault(self, error: BaseException) -> ConfigError:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:150]
+        return ConfigError(f"{self.path} cannot be read: it is damaged or missing ({reason})")
 
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d))?d?\}")  # {chunk_index:03d}, {video_key}
@@ -92,19 +154,22 @@ class Reader(Dataset):
         files = sorted((path / "meta" / "episodes").glob("*/*.parquet"))
         if not files:
             raise ConfigError(f"{path} has no meta/episodes/*/*.parquet: the data set is incomplete")
-        self._episodes: list[dict[str, Any]] = []
-        for file in files:
-            table = read_table(file)
-            wanted = [name for name in table.column_names if not name.startswith("stats/")]
-            self._episodes += table.select(wanted).to_pylist()
-        self.lengths = np.array([int(each["length"]) for each in self._episodes], dtype=np.int64)
-        self._held: tuple[Path, Any] | None = None
+        self._episodes = _joined(
+            [read_table(file) for file in files]
+        )  # a table: dicts take ten times as much
+        self.lengths = np.array([int(each) for each in self._episodes["length"].to_pylist()], dtype=np.int64)
+        self._data: ParquetRows | None = None
+        self._last: ParquetRows | None = None
+        self._first_index = 0  # `index` of the first row of the open file
 
-    def _table(self, path: Path) -> Any:
-        """Return the table of a file; the last one is kept (LeRobot's files have about 100 MB)."""
-        if self._held is None or self._held[0] != path:
-            self._held = path, read_table(path, memory_map=True)
-        return self._held[1]
+    def _rows(self, path: Path, index: int, count: int) -> Any:
+        """Return the rows of a file from the one with this `index` on; the last file is kept open."""
+        if self._data is None or self._data.path != path:
+            if self._data is not None:
+                self._data.close()
+            self._data = ParquetRows(path)
+            self._first_index = self._data.first_value("index")
+        return self._data.rows(index - self._first_index, count)
 
     def _file(self, key: str, default: str, **where: Any) -> Path:
         """Return a file that a pattern in info.json names; the data set may be a stranger's.
@@ -120,11 +185,10 @@ class Reader(Dataset):
         return self.path / name
 
     def episode(self, index: int) -> PlainEpisode:
-        facts = self._episodes[index]
+        facts = self._episodes.slice(index, 1).to_pylist()[0]
         where = {key: int(facts[f"data/{key}"]) for key in ("chunk_index", "file_index")}
-        table = self._table(self._file("data_path", DATA_PATH, **where))
-        start = int(facts["dataset_from_index"]) - int(table["index"][0].as_py())
-        rows = table.slice(start, int(facts["length"]))
+        path = self._file("data_path", DATA_PATH, **where)
+        rows = self._rows(path, int(facts["dataset_from_index"]), int(facts["length"]))
         if len(rows) != int(facts["length"]):
             raise self.fault(index, "the table ends before the episode: the data is truncated")
         try:
@@ -177,15 +241,12 @@ class Reader(Dataset):
         return frames
 
     def _with_last(self, observations: dict[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
-        import pyarrow.parquet
-
-        try:
-            file = pyarrow.parquet.ParquetFile(self.path / LAST)
-            row = file.read_row_group(index // LAST_GROUP).slice(index % LAST_GROUP, 1).to_pylist()[0]
-        except (OSError, IndexError, pyarrow.ArrowException) as error:
-            raise ConfigError(
-                f"{LAST} cannot be read: it is damaged or missing ({type(error).__name__})"
-            ) from None
+        if self._last is None:
+            self._last = ParquetRows(self.path / LAST)
+        found = self._last.rows(index, 1).to_pylist()
+        if not found:
+            raise ConfigError(f"{LAST} has {len(self._last)} episodes: it is damaged")
+        row = found[0]
         assert self._spec is not None
         for name, spec in self._spec.observations.items():
             last = np.frombuffer(row[name], dtype=spec.dtype).reshape(1, *spec.shape)
@@ -223,6 +284,21 @@ class Reader(Dataset):
         high = np.where(high > low, high, low + 1)
         action = ActionSpec("continuous", (len(low),), (), tuple(low.tolist()), tuple(high.tolist()))
         return Spec(self.path.name, observations, action)
+
+    def close(self) -> None:
+        for file in (self._data, self._last):
+            if file is not None:
+                file.close()
+
+
+def _joined(tables: list[Any]) -> Any:
+    """Return the facts of all episodes, without statistics."""
+    import pyarrow
+
+    wanted = [
+        each.select([name for name in each.column_names if not name.startswith("stats/")]) for each in tables
+    ]
+    return pyarrow.concat_tables(wanted, promote_options="permissive").combine_chunks()
 
 
 def _name(key: str) -> str:
@@ -325,7 +401,9 @@ class Writer(DatasetWriter):
         self._stats: dict[str, _Moments] = {}
         self._data: Any = None
         self._last_file: Any = None
-        self._file, self._bytes = 0, 0
+        self._episodes_file: Any = None
+        self._waiting: list[Any] = []  # tables of the next row group
+        self._file, self._bytes, self._waiting_bytes = 0, 0, 0
 
     def write(self, episode: PlainEpisode) -> None:
         import pyarrow
@@ -373,6 +451,7 @@ class Writer(DatasetWriter):
         self._last.append({name: value[-1].tobytes() for name, value in episode.observations.items()})
         if len(self._last) == LAST_GROUP:
             self._write_last()
+            self._write_episodes()
 
     def _numbers(self, key: str, values: np.ndarray) -> Any:
         import pyarrow
@@ -389,14 +468,42 @@ class Writer(DatasetWriter):
         import pyarrow.parquet
 
         if self._data is not None and self._bytes + table.nbytes > FILE_BYTES:
+            self._write_group()
             self._data.close()
             self._data, self._bytes, self._file = None, 0, self._file + 1
         if self._data is None:
             path = self.temporary / DATA_PATH.format(**place(self._file))
             path.parent.mkdir(parents=True, exist_ok=True)
             self._data = pyarrow.parquet.ParquetWriter(path, table.schema)
-        self._data.write_table(table)
+        self._waiting.append(table)
+        self._waiting_bytes += table.nbytes
         self._bytes += table.nbytes
+        if self._waiting_bytes >= GROUP_BYTES:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        import pyarrow
+
+        if self._waiting:
+            table = pyarrow.concat_tables(self._waiting).combine_chunks()
+            self._data.write_table(table, row_group_size=len(table))
+        self._waiting, self._waiting_bytes = [], 0
+
+    def _write_episodes(self) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        if not self._episodes:
+            return
+        file = self._episodes_file
+        table = pyarrow.Table.from_pylist(self._episodes, schema=file.schema if file else None)
+        if file is None:
+            (self.temporary / EPISODES).parent.mkdir(parents=True, exist_ok=True)
+            file = self._episodes_file = pyarrow.parquet.ParquetWriter(
+                self.temporary / EPISODES, table.schema
+            )
+        file.write_table(table)
+        self._episodes = []
 
     def _write_last(self) -> None:
         import pyarrow
@@ -437,11 +544,12 @@ class Writer(DatasetWriter):
         import pyarrow
         import pyarrow.parquet
 
+        self._write_group()
         self._data.close()
         self._write_last()
         self._last_file.close()
-        (self.temporary / EPISODES).parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self._episodes), self.temporary / EPISODES)
+        self._write_episodes()
+        self._episodes_file.close()
         tasks = pyarrow.table({"task_index": pyarrow.array([0]), "task": [TASK]})
         kinds = (("task_index", "int64", "int64"), ("task", "unicode", "object"))
         columns = [
@@ -508,7 +616,8 @@ class Writer(DatasetWriter):
         }
 
     def discard(self) -> None:
-        for file in (getattr(self, "_data", None), getattr(self, "_last_file", None)):
+        for name in ("_data", "_last_file", "_episodes_file"):
+            file = getattr(self, name, None)
             if file is not None and file.is_open:
                 file.close()
         super().discard()

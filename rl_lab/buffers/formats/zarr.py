@@ -195,46 +195,38 @@ class Writer(DatasetWriter):
 
 
 class _ArrayWriter:
-    """Appends rows to one zarr array, a chunk at a time."""
+    """Appends rows to one zarr array. It holds one chunk, and no array that it is given."""
 
     def __init__(self, folder: Path, first: np.ndarray) -> None:
         self.folder, self.dtype, self.shape = folder, first.dtype, first.shape[1:]
         width = max(1, int(np.prod(self.shape)) * first.dtype.itemsize)
         self.rows = max(1, CHUNK_BYTES // width)
         self.count = 0
-        self._waiting: list[np.ndarray] = []
-        self._held = 0
+        self._chunk = np.zeros((self.rows, *self.shape), self.dtype)
         self._codec, self._config = _codec()
         folder.mkdir(parents=True)
 
     def add(self, rows: np.ndarray) -> None:
-        self._waiting.append(rows)
-        self._held += len(rows)
-        if self._held >= self.rows:
-            self._flush(self._held // self.rows)
+        done = 0
+        while done < len(rows):
+            filled = self.count % self.rows
+            taken = min(len(rows) - done, self.rows - filled)
+            self._chunk[filled : filled + taken] = rows[done : done + taken]
+            done, self.count = done + taken, self.count + taken
+            if filled + taken == self.rows:
+                self._write()
 
-    def _flush(self, chunks: int) -> None:
-        rows = np.concatenate(self._waiting)
-        for k in range(chunks):
-            self._write(rows[k * self.rows : (k + 1) * self.rows])
-        rest = rows[chunks * self.rows :]
-        self._waiting, self._held = [rest], len(rest)
-
-    def _write(self, rows: np.ndarray) -> None:
+    def _write(self) -> None:
         name = ".".join(["0"] * len(self.shape))
-        number = self.count // self.rows
-        self.count += len(rows)
-        if len(rows) < self.rows:  # a chunk always has its full shape
-            rows = np.concatenate([rows, np.zeros((self.rows - len(rows), *self.shape), self.dtype)])
-        data = np.ascontiguousarray(rows).tobytes()
+        number = (self.count - 1) // self.rows
+        data = self._chunk.tobytes()
         content = data if self._codec is None else bytes(self._codec.encode(data))
         (self.folder / (f"{number}.{name}" if name else str(number))).write_bytes(content)
+        self._chunk[:] = 0  # a chunk always has its full shape
 
     def close(self) -> None:
-        if self._held:
-            rows = np.concatenate(self._waiting)
-            if len(rows):
-                self._write(rows)
+        if self.count % self.rows:
+            self._write()
         meta = {
             "zarr_format": 2,
             "shape": [self.count, *self.shape],

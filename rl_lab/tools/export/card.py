@@ -29,10 +29,13 @@ def write_card(
     workflow = type(agent.workflow).__name__.removesuffix("Workflow")
     task = printable(agent.spec.name).replace("\n", " ")
     experiment = printable(str(agent.config.experiment.name)).replace("\n", " ")
+    amount = f"{agent.step:,} decisions of the agent"
+    if agent.updates and not agent.step:
+        amount = f"{agent.updates:,} updates on stored data"
     lines = [*_front_matter(task, workflow, scores, license), f"# {workflow} on {task}", ""]
     lines += [
         f"An agent of RL Lab (`{DISTRIBUTION}` {__version__}): experiment `{experiment}`, "
-        f"{parameters:,} parameters in {dtype}, weights after {agent.step:,} decisions of the agent.",
+        f"{parameters:,} parameters in {dtype}, weights after {amount}.",
         "",
     ]
     if (folder / "dream.gif").is_file():

@@ -165,7 +165,7 @@ def write_agent(agent: Agent, source: RunFolder, target: Path, dtype: str) -> in
     (target / "config").mkdir(parents=True, exist_ok=True)
     plain: Any = OmegaConf.to_container(agent.config)
     plain = without_paths(plain)
-    info = {"spec": agent.spec.to_dict(), "trained": code_state().splitlines()[0]}
+    info = {"spec": agent.spec.to_dict(), "trained": code_state().splitlines()[0], "updates": agent.updates}
     form = loaded.info.get("native")
     if form is None and source.form_file.is_file():
         form = json.loads(source.form_file.read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ from rl_lab.errors import LabError
 from rl_lab.run_folder import RunFolder
 from rl_lab.utils.checkpoint.manifest import read_manifest
 from rl_lab.utils.files import read_json
+from rl_lab.utils.progress import point_of
 
 MOST_RUNS = 20  # the newest ones beside the current run
 
@@ -105,16 +106,27 @@ def entries_of(run: Path) -> list[Entry]:
     steps = sorted((file.stem for file in folder.checkpoints.glob("step_*.json")), reverse=True)
     found = []
     if steps:
-        found.append(Entry(run, "last", f"last, step {_step(steps[0]):,}", task))
+        found.append(Entry(run, "last", f"last, {_point(folder, steps[0])}", task))
     try:
         best = read_manifest(folder.checkpoints / "best.json")
         score = best["info"].get("best_return")
-        words = f"best, step {best['step']:,}" + ("" if score is None else f" ({score:,.1f})")
+        where = point_of(best["step"], best["info"].get("updates"))
+        words = f"best, {where}" + ("" if score is None else f" ({score:,.1f})")
         found.append(Entry(run, "best", words, task))
     except (LabError, OSError):  # no evaluation yet
         pass
     found += [Entry(run, name, f"step {_step(name):,}", task) for name in steps[1:]]
     return found
+
+
+def _point(folder: RunFolder, stem: str) -> str:
+    """Return "step 12,002", or "update 6,000" of a run on stored data alone."""
+    step = _step(stem)
+    try:
+        known = {} if step else read_manifest(folder.checkpoints / f"{stem}.json")["info"]
+    except (LabError, OSError):
+        known = {}
+    return point_of(step, known.get("updates"))
 
 
 def _step(stem: str) -> int:

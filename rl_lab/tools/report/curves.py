@@ -76,13 +76,19 @@ class Metrics:
                 return float(row[key])
         return None
 
-    def best(self, key: str) -> tuple[float, float] | None:
-        """Return (value, step) of the largest value of a metric; of equal ones the last, as best.pt has."""
-        curve = self.curve(key).finite()
-        if not len(curve):
-            return None
-        at = len(curve) - 1 - int(curve.y[::-1].argmax())
-        return float(curve.y[at]), float(curve.x[at])
+    def best(self, key: str) -> tuple[float, int, int] | None:
+        """Return (value, step, updates) of the largest value of a metric; of equal ones the last, as best.pt has.
+
+        A run on stored data alone has all its values at step 0.
+        """
+        points: dict[tuple[int, int], float] = {}
+        for row in self.rows:
+            if _is_number(row.get(key)) and _is_number(row.get("step")):
+                updates = row.get("updates")
+                at = int(row["step"]), int(updates) if _is_number(updates) else 0
+                points[at] = float(row[key])
+        finite = [(value, *at) for at, value in points.items() if np.isfinite(value)]
+        return max(finite, default=None)
 
     def seconds(self) -> float | None:
         """Return the wall time from the first line to the last, without pauses between a stop and a resume.

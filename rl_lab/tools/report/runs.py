@@ -16,6 +16,7 @@ from rl_lab.run_folder import RunFolder, find_run, output_root
 from rl_lab.tools.published import Task
 from rl_lab.tools.report.curves import Metrics
 from rl_lab.utils.checkpoint.manifest import read_manifest
+from rl_lab.utils.progress import point_of
 from rl_lab.utils.untrusted import open_regular, read_yaml_text
 
 # Config paths that may differ between seeds of one experiment.
@@ -76,7 +77,7 @@ class Summary:
     updates: int = 0
     eval_last: float | None = None
     eval_last_std: float | None = None
-    eval_best: tuple[float, float] | None = None  # value, step
+    eval_best: tuple[float, int, int] | None = None  # value, step, updates
     train_last: float | None = None
     seconds: float | None = None
     steps_per_second: float | None = None
@@ -312,7 +313,8 @@ def _checkpoints(folder: RunFolder) -> list[str]:
                 sum(f["bytes"] for e in manifest["buffers"].values() for f in e.get("files", {}).values())
                 / 1e6
             )
-            lines.append(f"{file.stem}: step {manifest['step']:,}, {manifest['kind']}, {size:,.1f} MB")
+            where = point_of(manifest["step"], manifest["info"].get("updates"))
+            lines.append(f"{file.stem}: {where}, {manifest['kind']}, {size:,.1f} MB")
         except (CheckpointError, KeyError, TypeError, AttributeError, ValueError) as error:
             lines.append(f"{file.stem}: {error}")
     return lines

@@ -42,6 +42,7 @@ from rl_lab.tools.report.scores import (
 from rl_lab.tools.report.timeline import MOST_ROWS, Timeline, draw_phases, with_phases
 from rl_lab.tools.terminal import NONE, bounds, count, duration, number
 from rl_lab.utils.files import read_json
+from rl_lab.utils.progress import point_of
 
 MEDIA_SHOWN = 12  # files in the gallery, over all runs
 # Figures of small multiples: key prefix -> heading. Other prefixes follow with their own name.
@@ -103,8 +104,8 @@ def facts(summary: Summary) -> list[tuple[str, str, str]]:
         spread = f"± {number(summary.eval_last_std)}" if summary.eval_last_std is not None else ""
         found.append(("last evaluation", number(summary.eval_last), spread))
     if summary.eval_best is not None:
-        value, step = summary.eval_best
-        found.append(("best evaluation", number(value), f"at step {step:,.0f}"))
+        value, *where = summary.eval_best
+        found.append(("best evaluation", number(value), f"at {point_of(*where)}"))
     if summary.train_last is not None:
         found.append(("last training return", number(summary.train_last), ""))
     total = f"of {summary.total_steps:,}" if summary.total_steps else ""
@@ -143,7 +144,7 @@ def headline(runs: Sequence[RunData], summaries: Sequence[Summary]) -> Table:
                 count(summary.frames),
                 count(summary.updates),
                 NONE if summary.eval_last is None else number(summary.eval_last) + spread,
-                NONE if best is None else f"{number(best[0])} at {best[1]:,.0f}",
+                NONE if best is None else f"{number(best[0])} at {point_of(*best[1:]).removeprefix('step ')}",
                 number(summary.train_last),
                 duration(summary.seconds),
                 number(summary.steps_per_second),
@@ -258,7 +259,7 @@ def evaluation_section(runs: Sequence[RunData]) -> list[Section]:
                 rows.append(
                     (
                         run.label,
-                        f"{result['step']:,}",
+                        point_of(result["step"], result.get("updates")).removeprefix("step "),
                         str(result["episodes"]),
                         number(result["return_mean"]),
                         number(result["return_std"]),

@@ -33,9 +33,11 @@ def test_curve_is_sorted_and_keeps_last_value() -> None:
     metrics = metrics_of({"step": 5, "a": 1.0}, {"step": 2, "a": 2.0}, {"step": 5, "a": 3.0}, {"step": 9})
     assert metrics.curve("a").x.tolist() == [2, 5]
     assert metrics.curve("a").y.tolist() == [2.0, 3.0]
-    assert metrics.best("a") == (3.0, 5.0)
+    assert metrics.best("a") == (3.0, 5, 0)
     tied = [{"step": step, "a": value} for step, value in ((1, 5.0), (2, 3.0), (3, 5.0), (4, 1.0))]
-    assert Metrics(tied).best("a") == (5.0, 3.0)  # the last of equal ones, as best.pt has
+    assert Metrics(tied).best("a") == (5.0, 3, 0)  # the last of equal ones, as best.pt has
+    offline = [{"step": 0, "updates": n, "a": value} for n, value in ((3, 1.0), (6, 4.0), (9, 2.0))]
+    assert Metrics(offline).best("a") == (4.0, 0, 6)  # a run on stored data has all its lines at step 0
     assert metrics.best("b") is None and metrics.last("b") is None
 
 
