@@ -41,7 +41,7 @@ SMALL = Spec(
     ActionSpec("continuous", (2,), low=(-1.0,) * 2, high=(1.0,) * 2),
 )
 CACHE = 16 << 20  # bytes, of sampling in the runs with --formats: less than the smallest set
-RANDOM = 2000  # episodes that are read in random order
+RANDOM = 300  # episodes that are read in random order
 
 
 def run(argv: list[str], file: Any) -> list[dict[str, Any]]:
