@@ -98,3 +98,17 @@ def test_loop_benchmark_of_the_checkout() -> None:
     # The bar is 0.2 ms on a quiet machine (benchmarks/README.md); a busy one gets room, a mistake does not.
     assert 0 < overhead["value"] < 2
     assert rows["loop/scheduler_us_per_action"]["value"] < 1000 * overhead["value"]
+
+
+def test_data_benchmark_converts_to_a_format_and_back(tmp_path: Path) -> None:
+    """Each part in a process of its own; the file of --json has the rows so far, without a file of tensors."""
+    words = ["--formats", "npz", "--sizes", "400", "--length", "100", "--batches", "2"]
+    result = bench.run_benchmark("data", [*words, "--folder", str(tmp_path)], tmp_path / "data.json")
+    rows = {row["name"]: row["value"] for row in result["rows"]}
+    assert rows["data/npz/400_arrays_that_differ"] == 0
+    assert {f"data/npz/{work}_400_per_second" for work in ("write", "read", "random_episodes")} < set(rows)
+    assert all(value > 0 for name, value in rows.items() if name.endswith("second"))
+    assert rows["data/npz/400_bytes_per_row"] > 20
+    kept = json.loads((tmp_path / "data.json").read_text())["rows"]
+    assert {row["name"] for row in kept} < set(rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.json"]
