@@ -213,6 +213,20 @@ def test_plan_is_executed_and_renewed_for_those_that_need_it():
     assert planned == [3, 0, 1, 0, 2, 0]
 
 
+def test_executed_actions_begin_at_the_last_observation(monkeypatch: pytest.MonkeyPatch):
+    """A plan begins at the first of To observations, so the actions executed are To - 1 … To - 2 + Ta, as published."""
+    workflow = measured(built("diffusion_policy"), demonstrations())
+    s = workflow.settings
+    assert s.observation_horizon == 2 and s.horizon > s.action_horizon + 1
+    plan = torch.linspace(-0.9, 0.9, s.horizon)[None, :, None].expand(1, -1, workflow.spec.action.size)
+    monkeypatch.setattr(workflow, "_plan", lambda features, mode, needed: plan)
+    expected = workflow.normalizer.inverse(plan)[0, 1 : 1 + s.action_horizon]
+    obs, state = observations(VECTOR, 1), workflow.initial_policy_state(1)
+    for step in range(s.action_horizon):
+        action, state, _ = workflow.act(obs, state, torch.tensor([step == 0]), ActMode())
+        torch.testing.assert_close(action[0], expected[step])
+
+
 def test_history_holds_the_last_observations():
     workflow = measured(built("diffusion_policy"), demonstrations())
     state = workflow.initial_policy_state(1)
