@@ -84,8 +84,8 @@ class Metrics:
         points: dict[tuple[int, int], float] = {}
         for row in self.rows:
             if _is_number(row.get(key)) and _is_number(row.get("step")):
-                updates = row.get("updates")
-                at = int(row["step"]), int(updates) if _is_number(updates) else 0
+                updates = int(row["updates"]) if _is_number(row.get("updates")) else 0
+                at = int(row["step"]), updates
                 points[at] = float(row[key])
         finite = [(value, *at) for at, value in points.items() if np.isfinite(value)]
         return max(finite, default=None)
