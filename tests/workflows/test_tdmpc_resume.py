@@ -85,7 +85,9 @@ def _assert_updates_are_named(run: rl_lab.RunResult, evaluations: list[float], c
         assert main(["eval", str(run.path), *words, "--checkpoint", checkpoint]) == 0
         printed = capsys.readouterr().out
         assert f"tdmpc2_multitask_offline at update {updates}: " in printed
-        known = f"weights of update {updates}, which had" if updates == best else "weights of update 6; best.pt"
+        known = (
+            f"weights of update {updates}, which had" if updates == best else "weights of update 6; best.pt"
+        )
         assert known in printed and "step 0" not in printed
     agent = rl_lab.load_agent(run.path)
     assert agent.updates == 6
