@@ -10,21 +10,35 @@ import numpy as np
 from rl_lab.buffers.formats.episode import MissingKeyError
 from rl_lab.errors import ConfigError
 
+METADATA_CACHE = (
+    1 << 21
+)  # bytes; HDF5's own limit, 32 MiB of the file, takes 37 kB of memory for every episode read
+
 
 def open_hdf5(path: Path, mode: str = "r") -> Any:
     """Return an h5py.File; ConfigError if it cannot be read."""
     import h5py
 
     if mode != "r":
-        return h5py.File(path, mode)
+        return _with_small_cache(h5py.File(path, mode))
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: the data set is incomplete")
     try:
-        return h5py.File(path, "r")
+        return _with_small_cache(h5py.File(path, "r"))
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"{path} cannot be read: it is damaged or not an HDF5 file ({_first_line(error)})"
         ) from None
+
+
+def _with_small_cache(file: Any) -> Any:
+    """Limit what HDF5 keeps of groups and arrays that were used before, so that memory is flat."""
+    settings = file.id.get_mdc_config()
+    settings.set_initial_size = True
+    settings.initial_size = settings.min_size = METADATA_CACHE // 2
+    settings.max_size = METADATA_CACHE
+    file.id.set_mdc_config(settings)
+    return file
 
 
 def array_at(group: Any, name: str) -> np.ndarray:

@@ -13,6 +13,7 @@ import pytest
 
 from rl_lab.buffers.formats.dataset import FORMATS, create_dataset, open_dataset
 from rl_lab.buffers.formats.episode import PlainEpisode
+from rl_lab.buffers.formats.hdf5 import METADATA_CACHE, array_at, open_hdf5
 from rl_lab.records import ActionSpec, ArraySpec, Spec
 
 STEPS, WIDTH = 200, 64  # 270 bytes for each step
@@ -91,3 +92,21 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path, format: str) -> None
     limit = (MANY - FEW) * EPISODE_BYTES
     assert written[MANY] - written[FEW] < limit
     assert taken[MANY] - taken[FEW] < limit
+
+
+def test_hdf5_keeps_little_of_the_episodes_that_were_read(tmp_path: Path) -> None:
+    """HDF5 caches the headers of groups and arrays in C, which tracemalloc does not see."""
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "many.hdf5"
+    with open_hdf5(path, "w") as file:
+        for number in range(1500):
+            file[f"data/demo_{number}/obs/vector"] = np.zeros((2, 3), np.float32)
+    with open_hdf5(path) as file:
+        for number in range(1500):
+            array_at(file, f"data/demo_{number}/obs/vector")
+        most, _, now, _ = file.id.get_mdc_size()
+        assert now <= most <= METADATA_CACHE == file.id.get_mdc_config().max_size
+    with h5py.File(path, "r") as file:
+        assert (
+            file.id.get_mdc_config().max_size > METADATA_CACHE
+        )  # otherwise this limit is not needed anymore
