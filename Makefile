@@ -13,8 +13,8 @@ TEST_ENV := OMP_NUM_THREADS=1 SDL_VIDEODRIVER=dummy WANDB_MODE=offline HF_HUB_OF
 
 .PHONY: play demo test coverage test-learning test-extras test-suites lint format docs docs-images clean
 
-# A page in which one plays inside a learned dream, before anything was trained. AGENT: bounce or catch.
-AGENT ?= bounce
+# A page in which one plays inside a learned dream, before anything was trained. AGENT: boxing, obstacles, bounce or catch.
+AGENT ?= boxing
 play: $(VENV)/.play
 	$(BIN)/rl-lab play example://$(AGENT) -w --web --open
 

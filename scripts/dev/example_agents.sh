@@ -13,3 +13,7 @@ example() {  # name, checkpoint, words of rl-lab train
 example bounce best experiment=dreamer_bounce training.total_timesteps=8000
 example catch last experiment=delta_iris_catch
 example obstacles last experiment=dreamer_obstacles
+example boxing last experiment=dreamer_atari100k size=1m environment.task=boxing environment.num_envs=4 \
+  environment.eval.num_envs=5 algorithm.batch_size=16 algorithm.batch_length=16 algorithm.imagination_last=4 \
+  algorithm.imagination_horizon=10 algorithm.train_ratio=64 algorithm.learning_rate=4e-4 algorithm.entropy=1e-3 \
+  optimizers.model.warmup=100 training.total_timesteps=16000

@@ -196,6 +196,13 @@ def joystick_name(right: int, up: int, fire: bool) -> str:
     return name or "NOOP"
 
 
+# All actions in the emulator's order (ale-py, ALEInterface.getLegalActionSet).
+FULL_JOYSTICK = [
+    *("NOOP", "FIRE", "UP", "RIGHT", "LEFT", "DOWN", "UPRIGHT", "UPLEFT", "DOWNRIGHT", "DOWNLEFT", "UPFIRE"),
+    *("RIGHTFIRE", "LEFTFIRE", "DOWNFIRE", "UPRIGHTFIRE", "UPLEFTFIRE", "DOWNRIGHTFIRE", "DOWNLEFTFIRE"),
+]
+
+
 def keymap_for(spec: Spec, names: Sequence[str] = ()) -> Keymap:
     """Return the keymap of an environment by its name, or the generic one.
 
@@ -214,8 +221,11 @@ def keymap_for(spec: Spec, names: Sequence[str] = ()) -> Keymap:
             return DiscreteKeys(
                 table, [name.replace("_", " ") for name in CRAFTER_ACTIONS], idle=np.asarray(0)
             )
-        if suite == "minigrid" and count == len(MINIGRID_ACTIONS):
-            return DiscreteKeys(MINIGRID, MINIGRID_ACTIONS)
+        if suite == "minigrid" and 3 <= count <= len(
+            MINIGRID_ACTIONS
+        ):  # Dynamic-Obstacles has only the first three
+            table = {key: index for key, index in MINIGRID.items() if index < count}
+            return DiscreteKeys(table, MINIGRID_ACTIONS[:count])
         if spec.name.startswith(("carracing", "CarRacing")) and count == len(CAR_ACTIONS):
             return DiscreteKeys(CAR, CAR_ACTIONS, idle=np.asarray(0))
         for prefix, (labels, table, nothing) in CLASSIC.items():
@@ -241,14 +251,19 @@ def action_names(spec: Spec) -> Sequence[str]:
 
 
 def _atari_names(game: str, count: int) -> list[str]:
-    """Return the names of a game's actions; empty if the emulator is missing or its action count differs."""
+    """Return the names of a game's actions; empty if its action count differs.
+
+    Without the emulator, as in the dream of an agent that was taken away, only those of the full set are known.
+    """
     from rl_lab.environments.suites.atari import resolve
 
     try:
         import ale_py
 
         rom = ale_py.roms.get_rom_path(resolve(game))
-    except (ModuleNotFoundError, ConfigError):
+    except ImportError:
+        return FULL_JOYSTICK if count == len(FULL_JOYSTICK) else []
+    except ConfigError:
         return []
     if rom is None:
         return []

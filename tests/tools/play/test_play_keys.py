@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from rl_lab.tools.play.keyboard import (
 )
 from rl_lab.tools.play.keymaps import (
     CRAFTER_ACTIONS,
+    FULL_JOYSTICK,
     MINIGRID_ACTIONS,
     JoystickKeys,
     joystick_name,
@@ -83,6 +86,16 @@ def test_atari_action_names():
     assert not isinstance(keymap_for(spec("atari/pong", discrete(5))), JoystickKeys)  # no such set: digits
 
 
+def test_atari_keys_without_the_emulator(monkeypatch: pytest.MonkeyPatch):
+    """In a dream the emulator may be missing: names of the full set are known, as the emulator gives them."""
+    pytest.importorskip("ale_py")
+    assert list(keymap_for(spec("atari/pong", discrete(18))).names) == FULL_JOYSTICK  # read from the emulator
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    keys = keymap_for(spec("atari100k/boxing", discrete(18)))
+    assert isinstance(keys, JoystickKeys) and keys.name(keys.action(["d", " "])) == "rightfire"
+    assert not isinstance(keymap_for(spec("atari100k/breakout", discrete(4))), JoystickKeys)
+
+
 def test_crafter_keys():
     crafter = pytest.importorskip("crafter")
     assert list(crafter.constants.actions) == CRAFTER_ACTIONS
@@ -96,6 +109,12 @@ def test_crafter_keys():
     }.items():
         assert keys.name(keys.action([key])) == name
     assert keys.name(keys.idle) == "noop"
+
+
+def test_minigrid_keys_of_fewer_actions():
+    keys = keymap_for(spec("minigrid/Dynamic-Obstacles-6x6", discrete(3)))
+    assert [keys.name(keys.action([key])) for key in ("a", "ArrowRight", "w")] == ["left", "right", "forward"]
+    assert keys.main_keys() and "p" not in keys.main_keys()
 
 
 def test_minigrid_keys():
