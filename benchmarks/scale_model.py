@@ -5,7 +5,7 @@
     steps/s of w workers = N / (N · s / c(w) + w · m)
 
     N  environments          s  seconds of one environment step on a free core
-    c  how much faster w busy processes are than one on this machine, now (measured without environments)
+    c  how much faster w workers are than one on this machine, now (measured with environments that only use a core, for s)
     m  seconds that the trainer needs for the message to one worker (measured with an environment that does nothing)
 
 `s` comes from half of the rounds with one worker; the other half, and the other numbers of workers, are predicted and
@@ -41,7 +41,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 import cloudpickle
@@ -113,32 +113,32 @@ class Model:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     workers = sorted({1, *options.workers})
-    capacities: dict[int, list[float]] = {w: [] for w in workers}
+    times: dict[int, list[float]] = {w: [] for w in workers}  # of a step of environments that only use a core
     rates: dict[int, list[float]] = {w: [] for w in workers}
     messages: list[float] = []
     waits = options.task == "waits"
-    if waits:
-        cloudpickle.register_pickle_by_value(
-            sys.modules[__name__]
-        )  # worker processes cannot import a benchmark
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # worker processes cannot import a benchmark
     task = partial(Waits, options.wait_ms / 1000) if waits else options.task
     tasks = {w: environment_of(task, options.num_envs, w) for w in workers}
     idle = {w: environment_of("dummy/count", options.num_envs, w) for w in (1, max(workers))}
+    busy = {}
     try:
+        if not waits:
+            works = partial(Works, 1.0 / speed(tasks[1], options.seconds / 3))
+            busy = {w: environment_of(works, options.num_envs, w) for w in workers}
         for number in range(options.rounds):
-            order = workers if number % 2 == 0 else workers[::-1]
-            one = 1.0 if waits else spin(1, options.seconds / 3)
-            for w in order:
-                busy = w if waits else 1.0 if w == 1 else spin(w, options.seconds / 3) / one
-                capacities[w].append(busy)
+            for w in workers if number % 2 == 0 else workers[::-1]:
                 rates[w].append(speed(tasks[w], options.seconds))
+                if busy:
+                    times[w].append(options.num_envs / speed(busy[w], options.seconds / 2))
             if len(idle) > 1:
                 slow = {w: options.num_envs / speed(env, options.seconds / 3) for w, env in idle.items()}
                 messages.append(max(0.0, (slow[max(workers)] - slow[1]) / (max(workers) - 1)))
     finally:
-        for env in (*tasks.values(), *idle.values()):
+        for env in (*tasks.values(), *idle.values(), *busy.values()):
             env.close()
     message = statistics.median(messages) if messages else 0.0
+    middle = {w: statistics.median(found) for w, found in times.items() if found}
     model = Model.fit(statistics.median(rates[1][::2]), options.num_envs, message)
     rows = [
         {"name": "scale/step_us", "value": 1e6 * model.step_s, "unit": "us"},
@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     for w in options.workers:
         measured = statistics.median(rates[w][1::2] or rates[w]) if w == 1 else statistics.median(rates[w])
-        capacity = statistics.median(capacities[w])
+        capacity = capacity_of(w, middle, message) if middle else w
         predicted = model.rate(options.num_envs, w, capacity)
         rows += [
             {"name": f"scale/{w}_workers/capacity", "value": capacity, "unit": "cores"},
@@ -155,6 +155,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             {"name": f"scale/{w}_workers/error", "value": predicted / measured - 1.0, "unit": "share"},
         ]
     return rows
+
+
+def capacity_of(workers: int, times: dict[int, float], message_s: float) -> float:
+    """Return c: seconds of computing in a step of one worker, divided by those in a step of `workers`."""
+    return (times[1] - message_s) / max(times[workers] - workers * message_s, 1e-9)
 
 
 class Waits(gymnasium.Env):
@@ -176,6 +181,17 @@ class Waits(gymnasium.Env):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         sleep(self.seconds)
+        self.steps += 1
+        return np.zeros(4, np.float32), 0.0, False, self.steps >= 1000, {}
+
+
+class Works(Waits):
+    """Each step uses a core for as long as it has one: time in which other processes have it does not count."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        end = thread_time() + self.seconds
+        while thread_time() < end:
+            pass
         self.steps += 1
         return np.zeros(4, np.float32), 0.0, False, self.steps >= 1000, {}
 

@@ -23,6 +23,8 @@ def test_the_model_of_workers():
     assert model.rate(16, 16, 2.0) == pytest.approx(16 / (8e-3 + 3.2e-3))  # two cores
     fitted = module.Model.fit(16 / 16.2e-3, 16, 2e-4)
     assert fitted.step_s == pytest.approx(1e-3) and fitted.message_s == 2e-4
+    # One worker computes for 16 ms of 16.2, four for 9.2 of 10 ms.
+    assert module.capacity_of(4, {1: 16.2e-3, 4: 10e-3}, 2e-4) == pytest.approx(16 / 9.2)
 
 
 def test_the_model_of_ranks():
