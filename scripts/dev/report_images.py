@@ -100,7 +100,7 @@ def play_picture() -> None:
         "-m",
         "rl_lab",
         "play",
-        "example://bounce",
+        "example://boxing",
         "-w",
         "--web",
         "--port",
@@ -117,7 +117,7 @@ def play_picture() -> None:
                 page.goto(address)
                 page.wait_for_function("() => document.body.dataset.steers === 'true'")
                 for step in range(12):
-                    page.keyboard.press("ArrowRight" if step % 4 < 3 else "ArrowLeft")
+                    page.keyboard.press("d" if step % 4 < 3 else "ArrowRight")
                     page.wait_for_function("done => +document.body.dataset.step > done", arg=step)
                 page.wait_for_timeout(500)
                 page.screenshot(path=FOLDER.parent / "play_instant.png")
