@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -172,7 +173,8 @@ class SweepRunner:
 
     def _ended(self, ended: Ended) -> None:
         trial = int(ended.job.name)
-        if trial in self._stopping and ended.returncode == STOPPED:
+        # Python starts and ends without a handler of signals: a process that is pruned then dies by the signal.
+        if trial in self._stopping and ended.returncode in (STOPPED, -signal.SIGTERM):
             self._stopping.discard(trial)
             self.trials.tell(trial, "pruned")
             self.summary.pruned += 1

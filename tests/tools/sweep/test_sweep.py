@@ -104,16 +104,20 @@ def test_more_trials_continue_the_study_and_seeds_repeat_it(tmp_path: Path, prog
     assert records(other.trials)[0][2] != records(whole.trials)[0][2]
 
 
-def test_bad_trials_are_pruned_and_save(tmp_path: Path, program, monkeypatch):
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "dies by the signal"])
+def test_bad_trials_are_pruned_and_save(tmp_path: Path, program, monkeypatch, saves: bool):
+    """While Python starts or ends, a run has no handler of signals: it is pruned, not failed."""
     from rl_lab.tools.sweep import runner as module
 
+    if not saves:
+        (tmp_path / "run.py").write_text(RUN.replace("signal.signal(", "(lambda *_: None)("))
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
     made = runner(tmp_path / "s", program, pruner="median", overrides=["pause=0.25"], trials=9)
     summary = made.run()
     assert summary.pruned >= 1 and summary.complete >= 2 and summary.complete + summary.pruned == 9
     for trial in made.trials.in_state("PRUNED"):
         assert max(trial.intermediate_values) < 100  # ended early
-        assert "stopped after" in made.folder.log(trial.number).read_text()
+        assert ("stopped after" in made.folder.log(trial.number).read_text()) == saves
         assert trial.value == trial.intermediate_values[max(trial.intermediate_values)]
     values = [trial.value for trial in made.trials.in_state("COMPLETE")]
     assert made.trials.best.value == max(values)
