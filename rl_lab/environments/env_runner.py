@@ -152,10 +152,15 @@ class EnvRunner:
             index = slot.index
             if slot.far is None or slot.env is None or arrays.terminated[index] or arrays.truncated[index]:
                 continue
-            with contextlib.suppress(Exception):  # `step` raises it again
+            if slot.far.begun:  # the trainer's own process begins the steps of all workers first
+                continue
+            try:
                 slot.far.begin_step(slot.to_native(arrays.action[index]))
+            except Exception:  # `step` raises it again
+                continue
+            if slot.far.peer not in peers:
                 peers.append(slot.far.peer)
-        for peer in dict.fromkeys(peers):
+        for peer in peers:
             peer.send_steps()
 
     def replay(self, histories: Mapping[int, Sequence[Segment]]) -> Reply:
@@ -211,7 +216,7 @@ class EnvRunner:
         slot.game = inner if hasattr(inner, "reset_continues") else None
         slot.far = inner if hasattr(inner, "begin_step") else None
         if slot.far is not None:
-            slot.to_native = slot.env.get_wrapper_attr("action")  # of StandardAction
+            slot.to_native = slot.env.get_wrapper_attr("begin_action")  # of StandardAction
         return slot.env
 
     @staticmethod

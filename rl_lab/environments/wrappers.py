@@ -258,8 +258,20 @@ class StandardAction(gymnasium.ActionWrapper):
         super().__init__(env)
         self.action_spec, self._to_environment = action_mapping(env.action_space)
         self.action_space = action_space(self.action_spec)
+        self._begun: tuple[Any, bytes, Any] | None = None  # dtype and bytes of an action, and its conversion
+
+    def begin_action(self, action: np.ndarray) -> Any:
+        """Convert an action that `begin_step` sends; `step` with the same action does not convert it again."""
+        native = self._to_environment(action)
+        self._begun = (action.dtype, action.tobytes(), native)
+        return native
 
     def action(self, action: Any) -> Any:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            array = np.asarray(action)
+            if (array.dtype, array.tobytes()) == begun[:2]:
+                return begun[2]
         return self._to_environment(action)
 
 

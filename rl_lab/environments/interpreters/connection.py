@@ -130,7 +130,9 @@ def connect(place: Place) -> far.Channel:
                 ) from None
             time.sleep(0.5)
     try:
-        _prove(place, far.Channel(sock, limit_header=4096, limit_data=0), token)
+        channel = far.Channel(sock, limit_header=4096, limit_data=0)
+        channel.limit_sends(CONNECT_S)
+        _prove(place, channel, token)
     except (far.Garbled, far.Stalled, EOFError, OSError) as error:
         sock.close()
         what = (
@@ -142,7 +144,6 @@ def connect(place: Place) -> far.Channel:
     except BaseException:
         sock.close()
         raise
-    sock.settimeout(None)
     _reached.add(host)
     return far.Channel(sock)
 

@@ -75,7 +75,8 @@ class Peer:
         self.lost: PeerLost | None = None  # why it cannot be used anymore
         self.reported = False  # whether `lost` was raised
         self.users = 0
-        self._waiting: list[tuple[int, np.ndarray]] = []  # actions to send together
+        self._waiting: list[tuple[int, far.Kind, bytes]] = []  # actions to send together
+        self._last: tuple[Any, bytes] = (None, b"")  # what the last header of a step says, and the header
         self._answers: dict[int, deque[Answer]] = {}
         self._env_numbers = itertools.count()
         if place.python:
@@ -106,30 +107,34 @@ class Peer:
     def forget_env(self, number: int) -> None:
         self._answers.pop(number, None)
 
-    def add_step(self, number: int, action: np.ndarray) -> None:
+    def add_step(self, number: int, kind: far.Kind, action: bytes) -> None:
         """Send a step together with those of other environments, at the latest with the next request."""
-        self._waiting.append((number, action))
+        self._waiting.append((number, kind, action))
 
     def send_steps(self) -> None:
         waiting, self._waiting = self._waiting, []
         while waiting:  # one message, unless environments of different actions share the process
-            shape, dtype = waiting[0][1].shape, waiting[0][1].dtype
-            now = [item for item in waiting if item[1].shape == shape and item[1].dtype == dtype]
-            waiting = [item for item in waiting if item[1].shape != shape or item[1].dtype != dtype]
-            self._send({"op": "step", "envs": [number for number, _ in now]}, [np.stack([a for _, a in now])])
+            kind = waiting[0][1]
+            now = [item for item in waiting if item[1] == kind]
+            waiting = [] if len(now) == len(waiting) else [item for item in waiting if item[1] != kind]
+            said = (kind, [item[0] for item in now])
+            if self._last[0] != said:
+                self._last = (said, far.step_header(*said))
+            self._send(self._last[1], b"".join([item[2] for item in now]))
 
     def send(self, header: Mapping[str, Any]) -> None:
         self.send_steps()
-        self._send(header, ())
+        self._send(*far.json_message(dict(header)))
 
-    def _send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+    def _send(self, text: bytes, data: bytes) -> None:
         if self.lost is None:
             with contextlib.suppress(OSError):  # `receive` detects and reports the end of the peer
-                self.channel.send(dict(header), arrays)
+                self.channel.sock.sendall(self.channel.framed(text, data))
 
     def receive(self, number: int, factor: float = 1.0) -> Answer:
         """Return the next answer for an environment; raises PeerLost if the peer ended, stalls or is garbled."""
-        self.send_steps()
+        if self._waiting:
+            self.send_steps()
         answers = self._answers[number]
         limit = None if self.place.timeout is None else self.place.timeout * factor
         while not answers:
@@ -137,7 +142,7 @@ class Peer:
                 self.reported = True
                 raise self.lost
             try:
-                self._sort(*self.channel.receive(limit))
+                self._sort(*self.channel.take(limit))
             except far.Stalled:
                 self.lose("hung", f"did not answer for {limit:g} s")
             except far.Garbled as error:
@@ -149,7 +154,14 @@ class Peer:
                 raise
         return answers.popleft()
 
-    def _sort(self, header: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
+    def _sort(self, text: bytes, data: bytes) -> None:
+        if text.startswith(far.ROW):
+            for env, flags, reward in far.read_rows(text, data):
+                if env not in self._answers:
+                    raise far.Garbled("a row for no environment")
+                self._answers[env].append((_row(flags, reward), []))
+            return
+        header, arrays = far.read_json(text, data)
         answers, start = header.get("answers"), 0
         if not isinstance(answers, list):
             raise far.Garbled("no answers")
@@ -197,6 +209,18 @@ class Peer:
                 kill(self.process)
 
 
+def _row(flags: int, reward: float) -> dict[str, Any]:
+    """Return a row of the protocol as the header of an answer."""
+    if flags > far.ROW_FLAGS:
+        raise far.Garbled(f"a row with the flags {flags}")
+    if flags & far.WHOLE:
+        if not abs(reward) <= far.EXACT or reward != int(reward):
+            raise far.Garbled("a row with a reward that is no integer")
+        reward = int(reward)
+    row = [reward, bool(flags & far.TERMINATED), bool(flags & far.TRUNCATED)]
+    return {"row": row, "goes_on": True} if flags & far.GOES_ON else {"row": row}
+
+
 _peers: dict[Place, Peer] = {}
 _lock = threading.Lock()
 
@@ -238,9 +262,12 @@ class FarEnv(gymnasium.Env):
 
     def _open(self) -> None:
         self._pending: bytes | None = None  # the action that was sent, until its answer is read
+        self._begun: Any = None  # the same action as it was given
+        self._action = (np.dtype("int64"), "int64")  # dtype of the last action, and its name
         self._first = True
         self._views: dict[tuple[int, str], np.ndarray] = {}
         self._memory: mmap.mmap | None = None
+        self._usual: list[tuple[Any, np.ndarray]] = []  # path and view of each leaf in the shared memory
         self.peer = _acquire(self.place)
         self._closed = False
         self.number = self.peer.new_env()
@@ -292,6 +319,10 @@ class FarEnv(gymnasium.Env):
             os.close(descriptor)
             os.unlink(path)  # both have it open
         self._memory, self._offsets = memory, offsets
+        self._usual = [
+            (path, self._view(index, dtype, shape))
+            for index, (path, dtype, shape) in enumerate(self._leaves)
+        ]
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -309,16 +340,24 @@ class FarEnv(gymnasium.Env):
             self.reset_continues = False
         return self._observation(header, arrays), header.get("info", {})
 
+    @property
+    def begun(self) -> bool:
+        """Whether `begin_step` was called since the last `step`."""
+        return self._pending is not None
+
     def begin_step(self, action: Any) -> None:
         """Send a step whose result `step` returns; the action must be the same."""
         if self._pending is None:
             array = np.asarray(action)
+            if array.dtype != self._action[0]:
+                self._action = (array.dtype, array.dtype.name)  # `name` takes a microsecond
             self._pending = array.tobytes()
-            self.peer.add_step(self.number, array)
+            self._begun = action
+            self.peer.add_step(self.number, (self._action[1], array.shape), self._pending)
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         self.begin_step(action)
-        if self._pending != np.asarray(action).tobytes():
+        if action is not self._begun and self._pending != np.asarray(action).tobytes():
             raise RuntimeError("step() was called with another action than begin_step()")
         try:
             header, arrays = self._answer(1)
@@ -376,32 +415,40 @@ class FarEnv(gymnasium.Env):
 
     def _observation(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> Any:
         """Put the leaves together; those that the other side could not read are missing."""
-        try:
-            sent = dict(zip(header.get("inline", ()), arrays, strict=True))
-            dtypes, odd = header.get("dtypes", {}), header.get("odd", {})
-            nested: Any = {}
-            for index, (path, dtype, shape) in enumerate(self._leaves):
-                if index in sent:
-                    value: Any = sent[index].copy()
-                elif str(index) in odd:
-                    if odd[str(index)] is None:
-                        continue
-                    value = np.asarray(str(odd[str(index)]))
-                elif self._memory is None:
-                    continue
-                else:
-                    value = self._view(
-                        index, dtypes.get(str(index), dtype) if dtypes else dtype, shape
-                    ).copy()
-                if not path:
-                    return value
-                inner = nested
-                for key in path[:-1]:
-                    inner = inner.setdefault(key, {})
-                inner[path[-1]] = value
-        except (TypeError, ValueError, AttributeError) as error:
-            self._garbled(f"an observation that cannot be read ({type(error).__name__})")
+        if self._usual and not arrays and not (_ODD_LEAVES & header.keys()):
+            values = [(path, view.copy()) for path, view in self._usual]
+        else:
+            try:
+                values = self._unusual(header, arrays)
+            except (TypeError, ValueError, AttributeError) as error:
+                self._garbled(f"an observation that cannot be read ({type(error).__name__})")
+        nested: Any = {}
+        for path, value in values:
+            if not path:
+                return value
+            inner = nested
+            for key in path[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[path[-1]] = value
         return nested
+
+    def _unusual(
+        self, header: Mapping[str, Any], arrays: Sequence[np.ndarray]
+    ) -> list[tuple[Any, np.ndarray]]:
+        """Return path and value of the leaves, some of which are in the message."""
+        sent = dict(zip(header.get("inline", ()), arrays, strict=True))
+        dtypes, odd = header.get("dtypes", {}), header.get("odd", {})
+        values = []
+        for index, (path, dtype, shape) in enumerate(self._leaves):
+            if index in sent:
+                values.append((path, sent[index].copy()))
+            elif str(index) in odd:
+                if odd[str(index)] is not None:
+                    values.append((path, np.asarray(str(odd[str(index)]))))
+            elif self._memory is not None:
+                kind = dtypes.get(str(index), dtype) if dtypes else dtype
+                values.append((path, self._view(index, kind, shape).copy()))
+        return values
 
     def _view(self, index: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         view = self._views.get((index, dtype))
@@ -421,6 +468,7 @@ class FarEnv(gymnasium.Env):
 
 
 _warned: set[str] = set()
+_ODD_LEAVES = {"inline", "dtypes", "odd"}  # keys of an answer whose leaves are not all as in the space
 
 
 def _check_space(data: Any, depth: int = 0) -> int:

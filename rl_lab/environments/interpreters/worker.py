@@ -12,7 +12,13 @@ The protocol, version `PROTOCOL`. Nothing is pickled, in either direction. A mes
     header      JSON object; `arrays` lists [dtype, shape] of the arrays in the data
     data        these arrays, C order, little endian
 
-The worker begins: {"hello": NAME, "protocol": 1, "python", "numpy", "pid"}. On a socket the first message has
+A step and its usual answer have a short binary header instead; all numbers in it are little endian:
+
+    "S", dtype (its number in DTYPES), dimensions: uint8; number of environments n: uint32;
+         shape of an action: dimensions x uint32; environments: n x uint32                   data: n actions
+    "R", for each environment: its number uint32, flags uint8 (ROW_FLAGS), reward float64    no data
+
+The worker begins: {"hello": NAME, "protocol": 2, "python", "numpy", "pid"}. On a socket the first message has
 `nonce` and `token` (whether it wants one) instead; the trainer answers {"hello", "protocol", "nonce", "proof"},
 where proof = HMAC-SHA256(token, "trainer" + both nonces), and the worker proves that it has the token, too: so
 the token itself is never sent. Then the trainer asks. Each request has one answer for each environment, in the
@@ -21,10 +27,12 @@ order of the requests; {"answers": [{"env", "arrays": how many are its own, …}
     {"op": "open", "env": 3, "make": {…}}         -> the spaces, as in `native.space_to_data`
     {"op": "share", "env": 3, "path", "size"}     -> observations are written to this file from now on
     {"op": "reset", "env": 3, "seed", "options"}  -> obs, info
-    {"op": "step", "envs": [3, 4]}, actions       -> for each: obs, reward, terminated, truncated, info
+    "S", environments, actions                    -> for each: "R", or obs, row, info
     {"op": "render", "env": 3}                    -> a frame
     {"op": "close", "env": 3}
 
+`row` is [reward, terminated, truncated]. "R" is the answer of a step whose observation is in the shared file, whose
+info is empty, and whose reward and flags are a number and two booleans; any other answer is JSON.
 An observation is one array for each leaf of the space. It is in the shared file if its shape is that of the space
 (its dtype may be another one: `dtypes`); any other is in the data of the message (`inline`: numbers of the
 leaves), so that the trainer checks exactly what the environment returned. An answer with `error` has the
@@ -62,7 +70,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 import numpy as np  # noqa: E402
 
 NAME = "rl-lab environment worker"
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_HEADER = 4 * 2**20
 MAX_DATA = 2**28
 MAX_ARRAYS = 10_000
@@ -82,6 +90,12 @@ DTYPES = [
 ]
 BYTES = ("uint8", "bool", "int8")  # leaves with one byte for each value in the shared file; others have eight
 LENGTHS = struct.Struct("<II")
+STEP, STEP_KIND = b"S", struct.Struct("<BBI")
+ROW, ROW_FORMAT = b"R", struct.Struct("<IBd")
+TERMINATED, TRUNCATED, GOES_ON, WHOLE = 1, 2, 4, 8  # flags of a row: the game goes on after its end; an int
+ROW_FLAGS = 15
+EXACT = 2**53  # integers up to it are exact as float64
+MAX_STEPS = 65536  # environments in one request
 TOKEN_VARIABLE = "RL_LAB_ENVIRONMENT_TOKEN"
 MIN_TOKEN = 16  # characters
 HANDSHAKE_S = 10.0
@@ -91,6 +105,8 @@ EXIT_S = 5.0  # after the trainer's end, for a call that goes on
 ALIGNMENT = 64
 
 Header = Dict[str, Any]
+Row = Tuple[int, int, float]
+Kind = Tuple[str, Tuple[int, ...]]  # dtype and shape
 
 
 # --- Messages --------------------------------------------------------------------------------------------
@@ -105,7 +121,7 @@ class Stalled(Exception):
 
 
 class Channel:
-    """Messages over a connected socket."""
+    """Messages over a connected socket, which becomes a blocking one."""
 
     def __init__(
         self, sock: socket.socket, limit_header: int = MAX_HEADER, limit_data: int = MAX_DATA
@@ -113,57 +129,128 @@ class Channel:
         self.sock = sock
         self.limits = (limit_header, limit_data)
         self._buffer = bytearray()
-        self._poll = select.poll()
-        self._poll.register(sock.fileno(), select.POLLIN)
+        self._timeout: Optional[float] = None
+        sock.setblocking(True)
+        self._limit(socket.SO_RCVTIMEO, None)  # the process before may have had others
+        self._limit(socket.SO_SNDTIMEO, None)
         if sock.family != getattr(socket, "AF_UNIX", None):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def limit_sends(self, seconds: float) -> None:
         """Let a send fail after this time without progress."""
-        value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        self._limit(socket.SO_SNDTIMEO, seconds)
+
+    def _limit(self, option: int, seconds: Optional[float]) -> None:
+        # The kernel keeps the time: a call of poll() before each recv() would cost more than the recv().
+        micros = 0 if seconds is None else max(1, int(seconds * 1e6))
+        self.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", micros // 10**6, micros % 10**6))
 
     def send(self, header: Header, arrays: Sequence[np.ndarray] = ()) -> None:
-        parts = [np.ascontiguousarray(array).reshape(np.shape(array)) for array in arrays]
-        if parts:
-            header = dict(header, arrays=[[part.dtype.name, list(part.shape)] for part in parts])
-        text = json.dumps(header, separators=(",", ":")).encode()
-        data = b"".join([part.tobytes() for part in parts])
+        text, data = json_message(header, arrays)
+        self.sock.sendall(self.framed(text, data))
+
+    def framed(self, text: bytes, data: bytes = b"") -> bytes:
+        """Return a message with its lengths; the header is JSON or binary."""
         if len(text) > self.limits[0] or len(data) > self.limits[1]:
             raise ValueError(
                 "a message of %d bytes is above the limit of the protocol" % (len(text) + len(data))
             )
-        self.sock.sendall(LENGTHS.pack(len(text), len(data)) + text + data)
+        return LENGTHS.pack(len(text), len(data)) + text + data
 
     def receive(self, timeout: Optional[float] = None) -> Tuple[Header, List[np.ndarray]]:
-        """Return (header, arrays); raise EOFError at the end, Stalled without progress for `timeout` seconds."""
-        text_size, data_size = LENGTHS.unpack(self._take(LENGTHS.size, timeout))
+        """Return (header, arrays) of a message with a JSON header; raises as `take` does."""
+        return read_json(*self.take(timeout))
+
+    def take(self, timeout: Optional[float] = None) -> Tuple[bytes, bytes]:
+        """Return (header, data); raise EOFError at the end, Stalled without progress for `timeout` seconds."""
+        buffer, begin = self._buffer, LENGTHS.size
+        while len(buffer) < begin:
+            self._fill(begin, timeout)
+        text_size, data_size = LENGTHS.unpack_from(buffer)
         if text_size > self.limits[0] or data_size > self.limits[1]:
             raise Garbled("a message of %d bytes" % (text_size + data_size))
-        text, data = self._take(text_size, timeout), self._take(data_size, timeout)
-        try:
-            header = json.loads(text)
-            if not isinstance(header, dict):
-                raise Garbled("a header that is no object")
-            return header, _arrays(header.get("arrays", ()), data)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise Garbled("a header that cannot be read (%s)" % type(error).__name__) from None
+        middle = begin + text_size
+        end = middle + data_size
+        while len(buffer) < end:
+            self._fill(end, timeout)
+        text, data = bytes(buffer[begin:middle]), bytes(buffer[middle:end])
+        del buffer[:end]
+        return text, data
 
-    def _take(self, size: int, timeout: Optional[float]) -> bytes:
-        while len(self._buffer) < size:
-            if timeout is not None and not self._poll.poll(timeout * 1000.0):
-                raise Stalled()
+    def _fill(self, size: int, timeout: Optional[float]) -> None:
+        if timeout != self._timeout:
+            self._limit(socket.SO_RCVTIMEO, timeout)
+            self._timeout = timeout
+        try:
             part = self.sock.recv(max(65536, size - len(self._buffer)))
-            if not part:
-                raise EOFError
-            self._buffer += part
-        taken = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return taken
+        except BlockingIOError:
+            raise Stalled() from None
+        if not part:
+            raise EOFError
+        self._buffer += part
 
     def close(self) -> None:
         self.sock.close()
+
+
+def json_message(header: Header, arrays: Sequence[np.ndarray] = ()) -> Tuple[bytes, bytes]:
+    """Return header and data of a message with a JSON header."""
+    parts = [np.ascontiguousarray(array).reshape(np.shape(array)) for array in arrays]
+    if parts:
+        header = dict(header, arrays=[[part.dtype.name, list(part.shape)] for part in parts])
+    return json.dumps(header, separators=(",", ":")).encode(), b"".join([part.tobytes() for part in parts])
+
+
+def read_json(text: bytes, data: bytes) -> Tuple[Header, List[np.ndarray]]:
+    """Return (header, arrays) of a message with a JSON header."""
+    try:
+        header = json.loads(text)
+        if not isinstance(header, dict):
+            raise Garbled("a header that is no object")
+        return header, _arrays(header.get("arrays", ()), data)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Garbled("a header that cannot be read (%s)" % type(error).__name__) from None
+
+
+def step_header(kind: Kind, numbers: Sequence[int]) -> bytes:
+    """Return the header of a step; kind: of one action; numbers: of the environments."""
+    dtype, shape = kind
+    form = STEP_KIND.pack(DTYPES.index(dtype), len(shape), len(numbers))
+    return STEP + form + struct.pack("<%dI" % (len(shape) + len(numbers)), *shape, *numbers)
+
+
+def read_step_header(text: bytes) -> Tuple[Kind, Tuple[int, ...]]:
+    """Return kind and numbers of a step's header."""
+    begin = len(STEP) + STEP_KIND.size
+    if len(text) < begin:
+        raise Garbled("a step of %d bytes" % len(text))
+    dtype, dimensions, count = STEP_KIND.unpack_from(text, len(STEP))
+    if dtype >= len(DTYPES) or dimensions > 32 or not 0 < count <= MAX_STEPS:
+        raise Garbled("a step of an unknown kind")
+    if len(text) != begin + 4 * (dimensions + count):
+        raise Garbled("a step of %d bytes" % len(text))
+    values = struct.unpack_from("<%dI" % (dimensions + count), text, begin)
+    return (DTYPES[dtype], values[:dimensions]), values[dimensions:]
+
+
+def read_actions(kind: Kind, count: int, data: bytes) -> np.ndarray:
+    """Return the actions (count, ...) in the data of a step."""
+    dtype, shape = kind
+    size = count * np.dtype(dtype).itemsize
+    for length in shape:
+        size *= length
+    if size != len(data):
+        raise Garbled("actions of %d bytes, not %d" % (len(data), size))
+    return np.frombuffer(data, dtype).reshape((count, *shape))
+
+
+def read_rows(text: bytes, data: bytes) -> List[Row]:
+    """Return (environment, flags, reward) for each row of a message that begins with ROW."""
+    size = len(text) - len(ROW)
+    if data or not size or size % ROW_FORMAT.size:
+        raise Garbled("rows of %d bytes" % (size + len(data)))
+    return list(ROW_FORMAT.iter_unpack(memoryview(text)[len(ROW) :]))
 
 
 def _arrays(described: Any, data: bytes) -> List[np.ndarray]:
@@ -515,7 +602,9 @@ class Environment:
         self.interface = make(wanted)
         observation, self.action = self.interface.spaces
         self.leaves = list(leaves_of(observation))
-        self.slots: List[Any] = []  # views of the shared file
+        self.slots: List[Any] = []  # parts of the shared file: its memory, offset, views by dtype
+        self._usual: List[np.ndarray] = []  # views of the dtype and shape of the space
+        self._is_discrete = self.action["kind"] == "Discrete"
 
     def describe(self) -> Header:
         observation, action = self.interface.spaces
@@ -536,14 +625,14 @@ class Environment:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), size)
         self.slots = [(memory, offset, {}) for offset in offsets]
+        self._usual = [self._slot(index, *leaf[1:]) for index, leaf in enumerate(self.leaves)]
 
-    def _slot(self, index: int, array: np.ndarray) -> np.ndarray:
-        """Return the part of the shared file for this leaf, as an array of the same kind."""
+    def _slot(self, index: int, kind: str, shape: Tuple[int, ...]) -> np.ndarray:
+        """Return the part of the shared file for this leaf, as an array of this kind."""
         memory, offset, views = self.slots[index]
-        if array.dtype not in views:
-            flat = np.frombuffer(memory, array.dtype, array.size, offset)
-            views[array.dtype] = flat.reshape(array.shape)
-        return views[array.dtype]
+        if kind not in views:
+            views[kind] = np.frombuffer(memory, kind, int(np.prod(shape)), offset).reshape(shape)
+        return views[kind]
 
     def reset(self, seed: int, options: Any) -> Any:
         if self.interface.seeding == "constructor":
@@ -554,26 +643,31 @@ class Environment:
         header["info"] = plain(info)
         return header, arrays
 
-    def step(self, action: Any) -> Tuple[Any, ...]:
-        obs, reward, terminated, truncated, info = self.interface.step(self._native(action))
+    def step(self, action: Any) -> Tuple[int, Any, Header, List[np.ndarray]]:
+        """Return (flags, reward, {}, []) of a row, or (-1, None, header, arrays) of any other answer."""
+        native = int(action) if self._is_discrete else np.array(action)
+        obs, reward, terminated, truncated, info = self.interface.step(native)
         header, arrays = self._observation(obs)
-        header["row"] = [number(reward), number(terminated), number(truncated)]
+        reward, terminated, truncated = number(reward), number(terminated), number(truncated)
+        goes_on = self.interface.game is not None and bool(self.interface.game.reset_continues)
         if info:
-            header["info"] = plain(info)
-        if self.interface.game is not None:
-            header["goes_on"] = bool(self.interface.game.reset_continues)
-        return header, arrays
-
-    def _native(self, action: Any) -> Any:
-        if self.action["kind"] == "Discrete":
-            return int(action)
-        return np.array(action)
+            info = plain(info)
+        flags = row_flags(reward, terminated, truncated)
+        if flags >= 0 and not header and not info:
+            return flags | (GOES_ON if goes_on else 0), reward, header, arrays
+        header["row"] = [reward, terminated, truncated]
+        if info:
+            header["info"] = info
+        if goes_on:
+            header["goes_on"] = True
+        return -1, None, header, arrays
 
     def _observation(self, obs: Any) -> Tuple[Header, List[np.ndarray]]:
         header: Header = {}
         arrays: List[np.ndarray] = []
         inline: List[int] = []
         dtypes: Dict[int, str] = {}
+        usual = self._usual
         for index, (path, dtype, shape) in enumerate(self.leaves):
             try:
                 value = obs
@@ -583,23 +677,37 @@ class Environment:
             except Exception:  # the trainer reports the leaf as missing
                 header.setdefault("odd", {})[index] = None
                 continue
+            if usual and array.dtype == usual[index].dtype and array.shape == shape:
+                usual[index][...] = array
+                continue
             kind = array.dtype.name
-            room = 1 if dtype in BYTES else 8
-            if self.slots and array.shape == shape and kind in DTYPES and array.itemsize <= room:
-                self._slot(index, array)[...] = array
+            if kind not in DTYPES:
+                header.setdefault("odd", {})[index] = repr(value)[:200]
+                continue
+            if usual and array.shape == shape and array.itemsize <= (1 if dtype in BYTES else 8):
+                self._slot(index, kind, shape)[...] = array
                 if kind != dtype:
                     dtypes[index] = kind
                 continue
-            if kind in DTYPES:
-                inline.append(index)
-                arrays.append(array)
-            else:
-                header.setdefault("odd", {})[index] = repr(value)[:200]
+            inline.append(index)
+            arrays.append(array.astype(kind, copy=False))  # the byte order of the machine
         if inline:
             header["inline"] = inline
         if dtypes:
             header["dtypes"] = dtypes
         return header, arrays
+
+
+def row_flags(reward: Any, terminated: Any, truncated: Any) -> int:
+    """Return the flags of a row; -1 if its values are of other types."""
+    if (terminated is not True and terminated is not False) or (
+        truncated is not True and truncated is not False
+    ):
+        return -1
+    flags = (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
+    if isinstance(reward, float):
+        return flags
+    return flags | WHOLE if type(reward) is int and abs(reward) <= EXACT else -1
 
 
 def number(value: Any) -> Any:
@@ -638,31 +746,46 @@ class Server:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.envs: Dict[int, Environment] = {}
+        self._rows = bytearray()
         self._answers: List[Header] = []
         self._arrays: List[np.ndarray] = []
-        self._began = 0.0
+        self._last = b""  # header of the last step; most are equal
+        self._kind: Kind = ("int64", ())
+        self._numbers: Tuple[int, ...] = ()
 
     def run(self) -> None:
         while True:
             try:
-                header, arrays = self.channel.receive()
+                text, data = self.channel.take()
             except (EOFError, OSError):
                 break
-            if header.get("op") == "step":
-                self._began = time.monotonic()
-                for env, action in zip(header["envs"], arrays[0]):
-                    self._answer(env, self._step, env, action)
-                    if time.monotonic() - self._began > TOGETHER_S:
-                        self._send()
-                        self._began = time.monotonic()
+            if text.startswith(STEP):
+                self._steps(text, data)
             else:
+                header, _ = read_json(text, data)
                 self._answer(header.get("env"), self._do, header)
             self._send()
         for environment in self.envs.values():
             environment.interface.close()
 
-    def _step(self, env: int, action: Any) -> Tuple[Header, List[np.ndarray]]:
-        return self.envs[env].step(action)
+    def _steps(self, text: bytes, data: bytes) -> None:
+        if text != self._last:
+            self._kind, self._numbers = read_step_header(text)
+            self._last = text
+        began = time.monotonic()
+        for env, action in zip(self._numbers, read_actions(self._kind, len(self._numbers), data)):
+            try:
+                flags, reward, header, arrays = self.envs[env].step(action)
+            except BaseException as error:
+                flags, reward, header, arrays = -1, None, failure(error), []
+            if flags >= 0:
+                self._rows += ROW_FORMAT.pack(env, flags, reward)
+            else:
+                self._add(env, header, arrays)
+            now = time.monotonic()
+            if now - began > TOGETHER_S:
+                self._send()
+                began = now
 
     def _do(self, header: Header) -> Tuple[Header, Sequence[np.ndarray]]:
         op, env = header["op"], header["env"]
@@ -688,13 +811,23 @@ class Server:
             header, arrays = function(*args)
         except BaseException as error:
             header, arrays = failure(error), ()
+        self._add(env, header, arrays)
+
+    def _add(self, env: Any, header: Header, arrays: Sequence[np.ndarray]) -> None:
         self._answers.append(dict(header, env=env, arrays=len(arrays)))
         self._arrays += arrays
 
     def _send(self) -> None:
+        """Send the answers so far: rows, and the others."""
+        message = b""
+        if self._rows:
+            message = self.channel.framed(ROW + self._rows)
+            self._rows.clear()
         if self._answers:
-            self.channel.send({"answers": self._answers}, self._arrays)
+            message += self.channel.framed(*json_message({"answers": self._answers}, self._arrays))
             self._answers, self._arrays = [], []
+        if message:
+            self.channel.sock.sendall(message)
 
 
 def failure(error: BaseException) -> Header:
@@ -741,8 +874,8 @@ def _end_with_trainer(descriptor: int) -> None:
 
 def admit(sock: socket.socket, token: str) -> bool:
     """Exchange proofs with a trainer that connected; return whether it may use this worker."""
-    sock.settimeout(HANDSHAKE_S)
     channel = Channel(sock, limit_header=4096, limit_data=0)
+    channel.limit_sends(HANDSHAKE_S)
     mine = new_nonce()
     channel.send({"hello": NAME, "protocol": PROTOCOL, "nonce": mine, "token": bool(token)})
     answer, _ = channel.receive(HANDSHAKE_S)
@@ -754,7 +887,6 @@ def admit(sock: socket.socket, token: str) -> bool:
         channel.send({"refused": "the token is not the worker's"})
         return False
     channel.send(dict({"proof": proof(token, "worker", mine, theirs)} if token else {}, admitted=True))
-    sock.settimeout(None)
     return True
 
 
