@@ -18,6 +18,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import tempfile
 import threading
@@ -78,6 +79,7 @@ class Peer:
         self._waiting: list[tuple[int, far.Kind, bytes]] = []  # actions to send together
         self._last: tuple[Any, bytes] = (None, b"")  # what the last header of a step says, and the header
         self._answers: dict[int, deque[Answer]] = {}
+        self._forms: dict[int, Any] = {}  # keys and types of the last info in JSON, if it has numbers only
         self._env_numbers = itertools.count()
         if place.python:
             self.process, self.channel, self.introduction = start(place)
@@ -106,6 +108,7 @@ class Peer:
 
     def forget_env(self, number: int) -> None:
         self._answers.pop(number, None)
+        self._forms.pop(number, None)
 
     def add_step(self, number: int, kind: far.Kind, action: bytes) -> None:
         """Send a step together with those of other environments, at the latest with the next request."""
@@ -156,10 +159,21 @@ class Peer:
 
     def _sort(self, text: bytes, data: bytes) -> None:
         if text.startswith(far.ROW):
+            begin = 0
             for env, flags, reward in far.read_rows(text, data):
                 if env not in self._answers:
                     raise far.Garbled("a row for no environment")
-                self._answers[env].append((_row(flags, reward), []))
+                header = _row(flags, reward)
+                if flags & far.NUMBERS:
+                    keys, types = self._forms.get(env) or ((), ())
+                    if not keys or begin + 8 * len(keys) > len(data):
+                        raise far.Garbled("a row without its numbers")
+                    values = struct.unpack_from(f"<{len(keys)}d", data, begin)
+                    header["info"] = _info(keys, types, values)
+                    begin += 8 * len(keys)
+                self._answers[env].append((header, []))
+            if begin != len(data):
+                raise far.Garbled("numbers that no row has")
             return
         header, arrays = far.read_json(text, data)
         answers, start = header.get("answers"), 0
@@ -173,6 +187,8 @@ class Peer:
                 raise far.Garbled("an answer for no environment")
             if type(count) is not int or not 0 <= count <= len(arrays) - start:
                 raise far.Garbled("an answer without its arrays")
+            if "row" in answer and "info" in answer:
+                self._forms[env] = far.info_form(answer["info"])
             self._answers[env].append((answer, arrays[start : start + count]))
             start += count
 
@@ -219,6 +235,16 @@ def _row(flags: int, reward: float) -> dict[str, Any]:
         reward = int(reward)
     row = [reward, bool(flags & far.TERMINATED), bool(flags & far.TRUNCATED)]
     return {"row": row, "goes_on": True} if flags & far.GOES_ON else {"row": row}
+
+
+def _info(keys: Sequence[str], types: Sequence[Any], values: Sequence[float]) -> dict[str, Any]:
+    """Return the numbers of a row as an info."""
+    try:
+        if set(types) == {float}:
+            return dict(zip(keys, values, strict=True))
+        return {key: kind(value) for key, kind, value in zip(keys, types, values, strict=True)}
+    except (ValueError, OverflowError):  # NaN or infinity as an integer
+        raise far.Garbled("an info with numbers of another type") from None
 
 
 _peers: dict[Place, Peer] = {}

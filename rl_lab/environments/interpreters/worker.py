@@ -16,7 +16,8 @@ A step and its usual answer have a short binary header instead; all numbers in i
 
     "S", dtype (its number in DTYPES), dimensions: uint8; number of environments n: uint32;
          shape of an action: dimensions x uint32; environments: n x uint32                   data: n actions
-    "R", for each environment: its number uint32, flags uint8 (ROW_FLAGS), reward float64    no data
+    "R", for each environment: its number uint32, flags uint8 (ROW_FLAGS), reward float64
+         data: for each row with the flag NUMBERS the values of its info, float64
 
 The worker begins: {"hello": NAME, "protocol": 2, "python", "numpy", "pid"}. On a socket the first message has
 `nonce` and `token` (whether it wants one) instead; the trainer answers {"hello", "protocol", "nonce", "proof"},
@@ -32,7 +33,8 @@ order of the requests; {"answers": [{"env", "arrays": how many are its own, …}
     {"op": "close", "env": 3}
 
 `row` is [reward, terminated, truncated]. "R" is the answer of a step whose observation is in the shared file, whose
-info is empty, and whose reward and flags are a number and two booleans; any other answer is JSON.
+info is empty or has numbers, and whose reward and flags are a number and two booleans; any other answer is JSON. The
+keys and types of the numbers in an info are those of the last info of a step that was sent as JSON.
 An observation is one array for each leaf of the space. It is in the shared file if its shape is that of the space
 (its dtype may be another one: `dtypes`); any other is in the data of the message (`inline`: numbers of the
 leaves), so that the trainer checks exactly what the environment returned. An answer with `error` has the
@@ -92,8 +94,10 @@ BYTES = ("uint8", "bool", "int8")  # leaves with one byte for each value in the 
 LENGTHS = struct.Struct("<II")
 STEP, STEP_KIND = b"S", struct.Struct("<BBI")
 ROW, ROW_FORMAT = b"R", struct.Struct("<IBd")
-TERMINATED, TRUNCATED, GOES_ON, WHOLE = 1, 2, 4, 8  # flags of a row: the game goes on after its end; an int
-ROW_FLAGS = 15
+TERMINATED, TRUNCATED = 1, 2  # flags of a row
+GOES_ON, WHOLE, NUMBERS = 4, 8, 16  # the game goes on after its end; the reward is an int; the info has numbers
+ROW_FLAGS = 31
+NUMBER_TYPES = frozenset([float, int, bool, np.float64, np.float32, np.int64, np.int32, np.bool_])
 EXACT = 2**53  # integers up to it are exact as float64
 MAX_STEPS = 65536  # environments in one request
 TOKEN_VARIABLE = "RL_LAB_ENVIRONMENT_TOKEN"
@@ -213,6 +217,14 @@ def read_json(text: bytes, data: bytes) -> Tuple[Header, List[np.ndarray]]:
         raise Garbled("a header that cannot be read (%s)" % type(error).__name__) from None
 
 
+def info_form(info: Any) -> Any:
+    """Return (keys, types) of an info that has numbers only, else None."""
+    if not isinstance(info, dict):
+        return None
+    form = tuple(info), tuple(map(type, info.values()))
+    return form if NUMBER_TYPES.issuperset(form[1]) and all(type(key) is str for key in form[0]) else None
+
+
 def step_header(kind: Kind, numbers: Sequence[int]) -> bytes:
     """Return the header of a step; kind: of one action; numbers: of the environments."""
     dtype, shape = kind
@@ -246,10 +258,12 @@ def read_actions(kind: Kind, count: int, data: bytes) -> np.ndarray:
 
 
 def read_rows(text: bytes, data: bytes) -> List[Row]:
-    """Return (environment, flags, reward) for each row of a message that begins with ROW."""
+    """Return (environment, flags, reward) for each row of a message that begins with ROW; data: of their infos."""
     size = len(text) - len(ROW)
-    if data or not size or size % ROW_FORMAT.size:
-        raise Garbled("rows of %d bytes" % (size + len(data)))
+    if not size or size % ROW_FORMAT.size:
+        raise Garbled("rows of %d bytes" % size)
+    if len(data) % 8:
+        raise Garbled("numbers of %d bytes" % len(data))
     return list(ROW_FORMAT.iter_unpack(memoryview(text)[len(ROW) :]))
 
 
@@ -605,6 +619,7 @@ class Environment:
         self.slots: List[Any] = []  # parts of the shared file: its memory, offset, views by dtype
         self._usual: List[np.ndarray] = []  # views of the dtype and shape of the space
         self._is_discrete = self.action["kind"] == "Discrete"
+        self._form: Any = None  # of the last info of a step that was sent as JSON
 
     def describe(self) -> Header:
         observation, action = self.interface.spaces
@@ -643,21 +658,29 @@ class Environment:
         header["info"] = plain(info)
         return header, arrays
 
-    def step(self, action: Any) -> Tuple[int, Any, Header, List[np.ndarray]]:
-        """Return (flags, reward, {}, []) of a row, or (-1, None, header, arrays) of any other answer."""
+    def step(self, action: Any) -> Tuple[int, Any, Any, List[np.ndarray]]:
+        """Return (flags, reward, numbers of the info, []) of a row, or (-1, None, header, arrays) of another answer."""
         native = int(action) if self._is_discrete else np.array(action)
         obs, reward, terminated, truncated, info = self.interface.step(native)
         header, arrays = self._observation(obs)
         reward, terminated, truncated = number(reward), number(terminated), number(truncated)
         goes_on = self.interface.game is not None and bool(self.interface.game.reset_continues)
+        flags = -1 if header else row_flags(reward, terminated, truncated)
+        if goes_on and flags >= 0:
+            flags |= GOES_ON
+        if info and flags >= 0 and self._form is not None and self._form == info_form(info):
+            values = list(info.values())
+            if int not in self._form[1] and np.int64 not in self._form[1]:
+                return flags | NUMBERS, reward, values, arrays
+            if all(-EXACT <= value <= EXACT for value in values):
+                return flags | NUMBERS, reward, values, arrays
         if info:
-            info = plain(info)
-        flags = row_flags(reward, terminated, truncated)
-        if flags >= 0 and not header and not info:
-            return flags | (GOES_ON if goes_on else 0), reward, header, arrays
+            form, info = info_form(info), plain(info)
+        if not info and flags >= 0:
+            return flags, reward, (), arrays
         header["row"] = [reward, terminated, truncated]
         if info:
-            header["info"] = info
+            header["info"], self._form = info, form
         if goes_on:
             header["goes_on"] = True
         return -1, None, header, arrays
@@ -747,6 +770,7 @@ class Server:
         self.channel = channel
         self.envs: Dict[int, Environment] = {}
         self._rows = bytearray()
+        self._numbers_of_infos: List[float] = []
         self._answers: List[Header] = []
         self._arrays: List[np.ndarray] = []
         self._last = b""  # header of the last step; most are equal
@@ -780,6 +804,7 @@ class Server:
                 flags, reward, header, arrays = -1, None, failure(error), []
             if flags >= 0:
                 self._rows += ROW_FORMAT.pack(env, flags, reward)
+                self._numbers_of_infos += header
             else:
                 self._add(env, header, arrays)
             now = time.monotonic()
@@ -821,8 +846,10 @@ class Server:
         """Send the answers so far: rows, and the others."""
         message = b""
         if self._rows:
-            message = self.channel.framed(ROW + self._rows)
+            numbers = self._numbers_of_infos
+            message = self.channel.framed(ROW + self._rows, struct.pack("<%dd" % len(numbers), *numbers))
             self._rows.clear()
+            numbers.clear()
         if self._answers:
             message += self.channel.framed(*json_message({"answers": self._answers}, self._arrays))
             self._answers, self._arrays = [], []

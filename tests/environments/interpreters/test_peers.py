@@ -39,6 +39,15 @@ def message(header, data=b""):
     return worker.LENGTHS.pack(len(text), len(data)) + text + data
 
 
+def binary(header, data=b""):
+    return worker.LENGTHS.pack(len(header), len(data)) + header + data
+
+
+def row(env, flags, reward):
+    return worker.ROW + worker.ROW_FORMAT.pack(env, flags, reward)
+
+
+ROW = row(0, 0, 1.0)
 HELLO = {"hello": worker.NAME, "protocol": worker.PROTOCOL, "pid": 1}
 OPENED = {"env": 0, "arrays": 0, "game": False, "seeding": "reset", "action_repeat": 1}
 BOX = {"kind": "Box", "shape": [2], "dtype": "float32", "low": -1.0, "high": 1.0}
@@ -121,7 +130,21 @@ def test_missing_package_and_unknown_names():
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ([message({**HELLO, "protocol": 2})], "speaks version 2 of the protocol, and this RL Lab version 1"),
+        ([message({**HELLO, "protocol": 1})], "speaks version 1 of the protocol, and this RL Lab version 2"),
+        ([binary(worker.STEP + b"123456")], "a header that cannot be read"),
+        ([message(HELLO), binary(worker.ROW)], "rows of 0 bytes"),
+        ([message(HELLO), binary(ROW[:-1])], "rows of 12 bytes"),
+        ([message(HELLO), binary(ROW + b"0")], "rows of 14 bytes"),
+        ([message(HELLO), binary(ROW, b"1234567")], "numbers of 7 bytes"),
+        ([message(HELLO), binary(ROW, b"12345678")], "numbers that no row has"),
+        ([message(HELLO), binary(row(5, 0, 1.0))], "a row for no environment"),
+        ([message(HELLO), binary(row(0, 32, 1.0))], "a row with the flags 32"),
+        ([message(HELLO), binary(row(0, worker.WHOLE, 0.5))], "a row with a reward that is no integer"),
+        ([message(HELLO), binary(row(0, worker.WHOLE, np.nan))], "a row with a reward that is no integer"),
+        ([message(HELLO), binary(row(0, worker.NUMBERS, 1.0))], "a row without its numbers"),
+        ([message(HELLO), binary(ROW)], "spaces that cannot be read"),
+        ([message(HELLO), worker.LENGTHS.pack(worker.MAX_HEADER + 1, 0) + ROW], "a message of 4194305 bytes"),
+        ([message(HELLO), binary(worker.STEP + b"123456")], "a header that cannot be read"),
         ([message({"hello": "somebody"})], "no introduction of a worker"),
         ([b"SSH-2.0-OpenSSH_9.2p1\r\n"], "sent a garbled message: a message of"),
         ([message(HELLO), b"\xff" * 64], "sent a garbled message: a message of"),
@@ -389,6 +412,111 @@ def test_proofs_depend_on_side_token_and_nonces():
     }
     proofs |= {worker.proof("t", "a", "2", "1"), worker.proof("t", "a", "12", "")}
     assert len(proofs) == 5 and not worker.same(None, "x") and worker.same("x", "x")
+
+
+# --- Binary messages ---
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32", "bool"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2), (0,)])
+def test_steps_round_trip(dtype, shape):
+    actions = (np.arange(2 * int(np.prod(shape))).reshape(2, *shape) % 3).astype(dtype)
+    kind, numbers = worker.read_step_header(worker.step_header((dtype, shape), (7, 2**32 - 1)))
+    assert (kind, numbers) == ((dtype, shape), (7, 2**32 - 1))
+    read = worker.read_actions(kind, 2, actions.tobytes())
+    assert read.dtype == actions.dtype and read.shape == actions.shape and (read == actions).all()
+    for data in (actions.tobytes() + b"0", actions.tobytes()[:-1]):
+        if len(data) != actions.nbytes:
+            with pytest.raises(worker.Garbled, match="actions of"):
+                worker.read_actions(kind, 2, data)
+
+
+def test_garbled_headers_of_steps():
+    header = worker.step_header(("float32", (3,)), (0, 1))
+    for cut in range(len(header)):
+        with pytest.raises(worker.Garbled, match=f"a step of {cut} bytes"):
+            worker.read_step_header(header[:cut])
+    with pytest.raises(worker.Garbled, match="a step of"):
+        worker.read_step_header(header + b"0")
+    for form in ((99, 0, 1), (0, 33, 1), (0, 0, 0), (0, 0, worker.MAX_STEPS + 1)):
+        with pytest.raises(worker.Garbled, match="a step of an unknown kind"):
+            worker.read_step_header(worker.STEP + worker.STEP_KIND.pack(*form))
+
+
+class Numbers:
+    """An interface whose steps return these (reward, terminated, truncated, info)."""
+
+    seeding, game, env = "reset", None, None
+    spaces = ({"kind": "Dict", "spaces": []}, {"kind": "Discrete", "n": 2, "start": 0})
+
+    def __init__(self, results):
+        self.results = iter(results)
+
+    def step(self, action):
+        return ({}, *next(self.results))
+
+
+def test_rows_round_trip(monkeypatch):
+    """Rewards, flags and infos arrive with value and type, whichever message has them."""
+    flat = {"log/a": 0.5, "log/b": 0.0}
+    results = [
+        (0.1, False, True, {}),
+        (-(2**53), True, False, {}),
+        (2**60, False, False, {}),
+        (np.float32(0.1), np.bool_(True), 1, {}),
+        ("no", False, False, {}),
+        (float("inf"), False, False, {"object": object()}),
+        (0.0, False, False, flat),
+        (0.0, False, False, {**flat, "log/a": -0.0}),
+        (1, False, False, {**flat, "log/b": 7}),
+        (1.0, False, False, {**flat, "log/b": 9}),
+        (1.0, False, False, {**flat, "log/b": 2**60}),
+        (1.0, False, False, {"text": "x", "array": np.arange(2)}),
+        (1.0, False, False, {"ok": np.bool_(True), "count": np.int64(3), "half": np.float32(0.5)}),
+        (1.0, False, False, {"ok": np.bool_(False), "count": np.int64(4), "half": np.float32(0.1)}),
+    ]
+    binary_ones = [0, 1, 5, 7, 9, 13]
+    monkeypatch.setattr(worker, "make", lambda wanted: Numbers(results))
+    ours, theirs = socket.socketpair()
+    server = worker.Server(worker.Channel(theirs))
+    server.envs[4] = worker.Environment({})
+    near = peer.Peer.__new__(peer.Peer)
+    near._answers, near._forms = {4: peer.deque()}, {}
+    channel = worker.Channel(ours)
+    header = worker.step_header(("int64", ()), (4,))
+    for number, (reward, terminated, truncated, info) in enumerate(results):
+        server._steps(header, np.int64(1).tobytes())
+        server._send()
+        text, data = channel.take(5.0)
+        assert text.startswith(worker.ROW) == (number in binary_ones), number
+        near._sort(text, data)
+        answer, arrays = near._answers[4].popleft()
+        expected = [worker.number(value) for value in (reward, terminated, truncated)]
+        assert repr(answer["row"]) == repr(json.loads(json.dumps(expected))) and arrays == []
+        assert repr(answer.get("info", {})) == repr(json.loads(json.dumps(worker.plain(info))))
+    with pytest.raises(worker.Garbled, match="an info with numbers of another type"):
+        near._sort(row(4, worker.NUMBERS, 0.0), np.full(3, np.nan).tobytes())
+    with pytest.raises(worker.Garbled, match="a row without its numbers"):
+        near._sort(row(4, worker.NUMBERS, 0.0), np.zeros(2).tobytes())
+    ours.close(), theirs.close()
+
+
+def test_silence_is_noticed_after_each_limit():
+    ours, theirs = socket.socketpair()
+    channel = worker.Channel(ours)
+    for limit in (0.05, 0.2):
+        began = time.monotonic()
+        with pytest.raises(worker.Stalled):
+            channel.take(limit)
+        assert limit * 0.9 <= time.monotonic() - began < limit + 5
+    theirs.sendall(binary(ROW)[:-1])  # a message that is cut off is silence, too
+    with pytest.raises(worker.Stalled):
+        channel.take(0.05)
+    theirs.sendall(ROW[-1:] + b"\xff" * 8)
+    assert channel.take(0.05) == (ROW, b"")
+    with pytest.raises(worker.Garbled, match="a message of"):
+        channel.take(0.05)
+    ours.close(), theirs.close()
 
 
 # --- The file itself ---
