@@ -346,8 +346,7 @@ class FarEnv(gymnasium.Env):
             os.unlink(path)  # both have it open
         self._memory, self._offsets = memory, offsets
         self._usual = [
-            (path, self._view(index, dtype, shape))
-            for index, (path, dtype, shape) in enumerate(self._leaves)
+            (path, self._view(index, dtype, shape)) for index, (path, dtype, shape) in enumerate(self._leaves)
         ]
 
     def reset(

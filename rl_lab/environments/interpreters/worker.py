@@ -95,7 +95,11 @@ LENGTHS = struct.Struct("<II")
 STEP, STEP_KIND = b"S", struct.Struct("<BBI")
 ROW, ROW_FORMAT = b"R", struct.Struct("<IBd")
 TERMINATED, TRUNCATED = 1, 2  # flags of a row
-GOES_ON, WHOLE, NUMBERS = 4, 8, 16  # the game goes on after its end; the reward is an int; the info has numbers
+GOES_ON, WHOLE, NUMBERS = (
+    4,
+    8,
+    16,
+)  # the game goes on after its end; the reward is an int; the info has numbers
 ROW_FLAGS = 31
 NUMBER_TYPES = frozenset([float, int, bool, np.float64, np.float32, np.int64, np.int32, np.bool_])
 EXACT = 2**53  # integers up to it are exact as float64
