@@ -107,8 +107,12 @@ class EnvRunner:
         self.slots = [Slot(index) for index in indices]
         self._check_obs = ObservationCheck(arrays.obs)
         for slot in () if lazy else self.slots:
-            with _with_index(slot.index):
-                self._make(slot)
+            try:
+                with _with_index(slot.index):
+                    self._make(slot)
+            except EnvironmentFailure:
+                self.close()  # those before it, which may have processes
+                raise
 
     def call(self, command: str, *args: Any) -> Reply:
         return getattr(self, command)(*args)
@@ -125,12 +129,16 @@ class EnvRunner:
                 self.arrays.call_counts[slot.index] += 1
         return reply
 
-    def step(self) -> Reply:
-        """Step each environment; reset it instead if its last row is terminated or truncated."""
+    def step(self, *, begun: bool = False) -> Reply:
+        """Step each environment; reset it instead if its last row is terminated or truncated.
+
+        begun: `begin_steps` was called
+        """
         reply: Reply = {}
         arrays = self.arrays
         obs, terminated, truncated = arrays.obs, arrays.terminated, arrays.truncated
-        self.begin_steps()
+        if not begun:
+            self.begin_steps()
         for slot in self.slots:
             index = slot.index
             try:

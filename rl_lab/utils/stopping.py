@@ -43,10 +43,12 @@ class StopRequest:
 
     def begin_call(self) -> None:
         """A call that may hang begins; `end_call` must follow. Signals reach the main thread only."""
-        self._in_call = threading.get_ident() == _MAIN_THREAD
+        if threading.get_ident() == _MAIN_THREAD:
+            self._in_call = True
 
     def end_call(self) -> None:
-        self._in_call = False
+        if threading.get_ident() == _MAIN_THREAD:
+            self._in_call = False
 
     def end_overdue_call(self) -> None:
         """Raise StopRequested if a call that may hang is still going on; for a signal handler."""

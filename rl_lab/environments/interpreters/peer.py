@@ -1,7 +1,7 @@
 """Environments in another interpreter: `environment.python=PATH` on this machine, `environment.host=tcp://…` elsewhere.
 
 `Peer` is the trainer's side of the protocol in `worker.py`. One peer, a process with the other interpreter, has all
-environments of one `EnvRunner`. `FarEnv` is a Gymnasium environment whose calls go to a peer, so that wrappers,
+environments of one `EnvRunner`; `environment.workers` is the number of peers (see `lanes`). `FarEnv` is a Gymnasium environment whose calls go to a peer, so that wrappers,
 checks, seeding and exact resume are those of every other environment. The steps of all environments of a peer are
 sent together before the first answer is read (`begin_step`).
 
@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -44,9 +45,11 @@ from rl_lab.environments.interpreters.places import Place
 from rl_lab.environments.native import space_from_data
 from rl_lab.environments.spec import UnusableRow
 from rl_lab.errors import PACKAGE, ConfigError, LabError, MissingPackageError
+from rl_lab.utils.stopping import GRACE_S, STOP, StopRequested
 from rl_lab.utils.untrusted import in_run_folder
 
 CLOSE_S = 5.0
+POLL_S = 0.5  # between two looks at the request to stop
 FIRST_ANSWER_FACTOR = 5  # times the timeout: imports, creation and the first reset
 MAX_DEPTH, MAX_LEAVES, MAX_CHOICES = 8, 1000, 1_000_000
 
@@ -145,9 +148,11 @@ class Peer:
                 self.reported = True
                 raise self.lost
             try:
-                self._sort(*self.channel.take(limit))
+                self._sort(*self._take(limit))
             except far.Stalled:
                 self.lose("hung", f"did not answer for {limit:g} s")
+            except StopRequested:
+                self.lose("hung", f"did not answer within {GRACE_S:g} s of the request to stop")
             except far.Garbled as error:
                 self.lose("died", f"sent a garbled message: {error}")
             except (EOFError, OSError):
@@ -157,21 +162,35 @@ class Peer:
                 raise
         return answers.popleft()
 
+    def _take(self, limit: float | None) -> tuple[bytes, bytes]:
+        """Return the next message; raises Stalled after the limit, and StopRequested as `stopping` describes."""
+        left = math.inf if limit is None else limit
+        while True:
+            wait, size = min(POLL_S, left), self.channel.waiting
+            try:
+                return self.channel.take(wait)
+            except far.Stalled:
+                left = left - wait if self.channel.waiting == size else math.inf if limit is None else limit
+                if left <= 0:
+                    raise
+            if STOP.overdue():
+                raise StopRequested
+
     def _sort(self, text: bytes, data: bytes) -> None:
         if text.startswith(far.ROW):
             begin = 0
-            for env, flags, reward in far.read_rows(text, data):
-                if env not in self._answers:
+            for number, flags, reward in far.read_rows(text, data):
+                if number not in self._answers:
                     raise far.Garbled("a row for no environment")
                 header = _row(flags, reward)
                 if flags & far.NUMBERS:
-                    keys, types = self._forms.get(env) or ((), ())
+                    keys, types = self._forms.get(number) or ((), ())
                     if not keys or begin + 8 * len(keys) > len(data):
                         raise far.Garbled("a row without its numbers")
                     values = struct.unpack_from(f"<{len(keys)}d", data, begin)
                     header["info"] = _info(keys, types, values)
                     begin += 8 * len(keys)
-                self._answers[env].append((header, []))
+                self._answers[number].append((header, []))
             if begin != len(data):
                 raise far.Garbled("numbers that no row has")
             return
@@ -248,26 +267,37 @@ def _info(keys: Sequence[str], types: Sequence[Any], values: Sequence[float]) ->
 
 
 _peers: dict[Place, Peer] = {}
+_starting: weakref.WeakValueDictionary[Place, Any] = weakref.WeakValueDictionary()  # locks
 _lock = threading.Lock()
 
 
 def _acquire(place: Place) -> Peer:
     """Return the peer of this process for a place; start it if there is none that works."""
     with _lock:
-        peer = _peers.get(place)
-        if peer is None or peer.lost is not None:
-            peer = _peers[place] = Peer(place)
-        peer.users += 1
+        starting = _starting.get(place)
+        if starting is None:
+            starting = _starting[place] = threading.Lock()
+    with starting:  # not `_lock`: those of other places start at the same time
+        with _lock:
+            peer = _peers.get(place)
+            if peer is not None and peer.lost is None:
+                peer.users += 1
+                return peer
+        peer = Peer(place)
+        peer.users = 1
+        with _lock:
+            _peers[place] = peer
         return peer
 
 
 def _release(peer: Peer) -> None:
     with _lock:
         peer.users -= 1
-        if peer.users == 0:
-            if _peers.get(peer.place) is peer:
-                del _peers[peer.place]
-            peer.stop()
+        last = peer.users == 0
+        if last and _peers.get(peer.place) is peer:
+            del _peers[peer.place]
+    if last:
+        peer.stop()
 
 
 # --- Environments ----------------------------------------------------------------------------------------

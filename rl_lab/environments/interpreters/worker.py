@@ -198,6 +198,11 @@ class Channel:
             raise EOFError
         self._buffer += part
 
+    @property
+    def waiting(self) -> int:
+        """Number of bytes that arrived and are no whole message yet, or belong to the next ones."""
+        return len(self._buffer)
+
     def close(self) -> None:
         self.sock.close()
 
