@@ -2,7 +2,7 @@
 
 throughput   the same task in worker processes and with `environment.python` set to this interpreter, with the
 same number of workers, in alternating rounds: same seeds, same actions. Ratios are medians of the
-rounds' ratios. Nothing else differs, so the ratio is the cost of the other process.
+rounds' ratios. Both have as many processes beside the trainer's, so the ratio is the cost of the protocol.
 run          makes the interpreters `metaworld` (mujoco 3.3.0) and `dmc` (mujoco 3.17.0) if they are missing,
 trains TD-MPC2 on a task of each, kills a far process once, and compares a resumed state with the
 uninterrupted one.

@@ -139,6 +139,10 @@ class EnvFactory:
         env = add_wrappers(env, self.wrappers)
         return StandardAction(env)
 
+    def in_lane(self, lane: int) -> EnvFactory:
+        """Return this factory for environments that share a process with another interpreter with their lane only."""
+        return self if self.place is None else replace(self, place=replace(self.place, lane=lane))
+
     def form(self) -> dict[str, Any]:
         """Return what the wrappers do to observations: `size`, `observations` and `wrappers`."""
         handled: frozenset[str] = getattr(_import_adapter(self.module, self.name), "HANDLES", frozenset())
@@ -210,7 +214,8 @@ def make_env(
 
     task:          "suite/task", a registered Gymnasium id ("CartPole-v1", "gym/CartPole-v1"), an import path
                    ("gym:my_env:MyEnv", "my_env:make"), or a function that returns a gymnasium.Env
-    workers:       number of worker processes; 0: step in this process; None: automatic
+    workers:       number of worker processes; 0: step in this process; None: automatic. With `python` or `host`:
+                   number of processes there, and none here; 0: one
     seed:          seed of the run, from which the seed of every episode is derived
     size:          height and width of images (one integer: square); "auto": 64×64 unless image encoders can take
                    them as they are (see `wrappers.automatic_size`); None: not resized
@@ -277,6 +282,7 @@ def make_env(
         normalizer=normalizer,
         history_limit=history_limit,
         remote=remote,
+        lanes=factory.place is not None and remote is None,
     )
 
 

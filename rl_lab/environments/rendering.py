@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,9 @@ class RecordedFactory:
     def __call__(self, render: bool = False) -> gymnasium.Env:
         env = self.factory(render)
         return EpisodeVideo(env, self.settings) if render else env
+
+    def in_lane(self, lane: int) -> RecordedFactory:
+        return replace(self, factory=self.factory.in_lane(lane))  # type: ignore[attr-defined]  # an EnvFactory
 
 
 class EpisodeVideo(gymnasium.Wrapper):

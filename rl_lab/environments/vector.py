@@ -24,7 +24,7 @@ from gymnasium.vector.utils import batch_space
 from rl_lab.environments.env_runner import IDLE, Segment, StepArrays, episode_seed
 from rl_lab.environments.faults import RestartLimit
 from rl_lab.environments.spec import action_space, observation_space
-from rl_lab.environments.worker_pool import Infos, ProcessWorker, WorkerPool
+from rl_lab.environments.worker_pool import Infos, WorkerPool
 from rl_lab.errors import CheckpointError, ConfigError, LabError
 from rl_lab.records import ActionSpec, Spec
 
@@ -56,6 +56,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[dict[str, np.ndarray], Any, np.ndarra
     history_limit: maximum number of actions kept for exact resume; a longer episode is not resumed but
                    restarted
     remote:   starts the workers on other machines (see remote_worker.py)
+    lanes:    True: the environments are in another interpreter, in as many processes as `workers` says, and
+              none here (see lanes.py); `factory.in_lane(number)` is the factory for one of these processes
 
     `infos["closed"]` (index -> reason) lists the episodes that a failure ended in this step.
     """
@@ -79,6 +81,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[dict[str, np.ndarray], Any, np.ndarra
         normalizer: ObservationNormalizer | None = None,
         history_limit: int = 100_000,
         remote: StartRemote | None = None,
+        lanes: bool = False,
     ) -> None:
         self.num_envs = num_envs
         self.spec = spec
@@ -111,6 +114,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[dict[str, np.ndarray], Any, np.ndarra
             timeout=timeout,
             restarts=restarts or RestartLimit(),
             remote=remote,
+            lanes=lanes,
         )
 
     # ---------------------------------------------------------------- stepping
@@ -199,9 +203,11 @@ class VectorEnv(gymnasium.vector.VectorEnv[dict[str, np.ndarray], Any, np.ndarra
         return failures
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers, in the order of their environments; empty without worker processes."""
-        workers = self.pool.workers
-        return [int(w.process.pid or 0) for w in workers if isinstance(w, ProcessWorker)]
+        """Process ids of the workers, in the order of their environments; empty without worker processes.
+
+        With another interpreter on this machine, these are its processes.
+        """
+        return [pid for worker in self.pool.workers if (pid := getattr(worker, "pid", None)) is not None]
 
     def render(self) -> tuple[np.ndarray, ...]:
         """Return the frames that are rendered, as Gymnasium does: a tuple with that of environment 0."""

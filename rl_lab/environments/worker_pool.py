@@ -73,6 +73,7 @@ class WorkerPool:
     timeout:  maximum seconds of one environment call in a worker process; None: no limit
     restarts: how many restarts are allowed before the run stops
     remote:   starts objects in processes elsewhere; the workers are then such objects (see remote_worker.py)
+    lanes:    the factory's environments are in other processes already, one for each worker (see lanes.py)
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class WorkerPool:
         timeout: float | None,
         restarts: RestartLimit,
         remote: StartRemote | None = None,
+        lanes: bool = False,
     ) -> None:
         self.num_envs = num_envs
         self._remote = remote
+        self._lanes = lanes and num_workers > 0
         self.timeout = timeout
         self.faults = FaultLog(restarts)
         self.trusted = False  # True: restart environments that fail in the first reset, too
@@ -102,7 +105,7 @@ class WorkerPool:
         self._spec = spec
         self._options = options
         self._memory: Any = None
-        if num_workers and remote is None:
+        if num_workers and remote is None and not self._lanes:
             self._memory = shared_memory(start_context(), spec, num_envs)
         self.arrays = StepArrays(spec, num_envs, self._memory)
         self.workers: list[AnyWorker] = []
@@ -127,6 +130,11 @@ class WorkerPool:
                 spec=self._spec,
                 num_envs=self.num_envs,
             )
+        if self._lanes:
+            from rl_lab.environments.lanes import LaneWorker
+
+            factory: Any = self._factory
+            return LaneWorker(factory.in_lane(indices[0]), indices, self.arrays, options)
         if self._memory is None:
             return LocalWorker(self._factory, indices, self.arrays, options)
         return ProcessWorker(
@@ -452,6 +460,11 @@ class ProcessWorker:
         self._is_built = False
         self._before_first_reply = True  # only the construction has been acknowledged
         self._poll = _poll_function(self.connection)
+
+    @property
+    def pid(self) -> int | None:
+        pid: int | None = self.process.pid
+        return pid
 
     def send(self, command: str, *args: Any) -> None:
         self._send(pickle.dumps((command, args)))

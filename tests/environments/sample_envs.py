@@ -431,3 +431,46 @@ class NamedActions(gymnasium.Env):
 
     def step(self, action):
         return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+class Meets(Base):
+    """Each call waits until `count` processes are in the same call; an episode has 3 steps. Fails if they do not come.
+
+    Before there is a file `together` in the folder it waits for nobody; a file `broken` breaks the constructor.
+    """
+
+    def __init__(self, render_mode=None, folder=".", count=2):
+        super().__init__(render_mode)
+        self.folder, self.others, self.calls = folder, count, {}
+        if os.path.exists(os.path.join(folder, "broken")):
+            raise RuntimeError("it is broken")
+        self.meet("open")
+
+    def meet(self, what):
+        if not os.path.exists(os.path.join(self.folder, "together")):
+            return
+        self.calls[what] = self.calls.get(what, 0) + 1
+        name = f"{what}-{self.calls[what]}-"
+        with open(os.path.join(self.folder, name + str(os.getpid())), "w"):
+            pass
+        end = time.monotonic() + 20
+        while sum(file.startswith(name) for file in os.listdir(self.folder)) < self.others:
+            if time.monotonic() > end:
+                raise RuntimeError(f"nobody else is in call {self.calls[what]} of {what}")
+            time.sleep(0.002)
+
+    def reset(self, *, seed=None, options=None):
+        self.meet("reset")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.meet("step")
+        obs, reward, _, _, info = super().step(action)
+        return obs, reward, False, self.count % 3 == 0, info
+
+    def render(self):
+        self.meet("render")
+        return np.full((8, 8, 3), self.count, np.uint8)
+
+    def close(self):
+        self.meet("close")

@@ -33,12 +33,14 @@ class Place:
     host:    "tcp://HOST:PORT" of a worker that listens, or None
     timeout: maximum seconds of one call; None: no limit
     group:   environments of different groups do not share a process
+    lane:    nor do those of different lanes of a group
     """
 
     python: str | None = None
     host: str | None = None
     timeout: float | None = 120.0
     group: int = 0
+    lane: int = 0
 
     @property
     def key(self) -> str:
