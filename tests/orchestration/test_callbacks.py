@@ -57,6 +57,7 @@ class Probe:
 
     def __init__(self) -> None:
         self.step, self.stopped, self.said = 0, "", []
+        self.counters = {"updates": 0}
 
     def stop(self, reason: str) -> None:
         self.stopped = reason
