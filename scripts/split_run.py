@@ -67,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def split_run(run: Path, folder: Path, limit: float = 15.0) -> list[Path]:
     """Write the files that resuming a stopped run needs, as parts of at most `limit` MiB; return the parts."""
+    run = run.resolve()  # as the paths of its checkpoints are
     if is_locked(run):
         raise LabError(f"{run} is in use by a process: stop it before the run is split")
     if not (run / "config.yaml").is_file():
