@@ -20,7 +20,8 @@ import pytest
 
 import rl_lab
 from rl_lab.cli import main
-from rl_lab.environments import env_runner, worker_pool
+from rl_lab.environments import env_runner
+from rl_lab.environments import workers as workers_module
 from rl_lab.environments.make import make_env
 from rl_lab.errors import EnvironmentFaultError, LabError, RunFolderLostError, RunLockedError
 from rl_lab.orchestration.orchestrator import Orchestrator
@@ -197,10 +198,10 @@ def test_long_temporary_folder(tmp_path: Path, monkeypatch):
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert worker_pool._short_temporary_folder() == "/tmp"
-    assert worker_pool.start_context().get_start_method() == "forkserver"
-    monkeypatch.setattr(worker_pool, "LONGEST_TEMPORARY_FOLDER", 2)
-    assert worker_pool.start_context().get_start_method() == "spawn"
+    assert workers_module._short_temporary_folder() == "/tmp"
+    assert workers_module.start_context().get_start_method() == "forkserver"
+    monkeypatch.setattr(workers_module, "LONGEST_TEMPORARY_FOLDER", 2)
+    assert workers_module.start_context().get_start_method() == "spawn"
     with make_env("dummy/count", 1, workers=1) as env:
         env.reset()
 
@@ -231,7 +232,7 @@ def test_shared_memory_without_dev_shm(tmp_path: Path, monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_signal_ends_a_call_that_hangs(monkeypatch, workers: int):
-    for module in (stopping, worker_pool):
+    for module in (stopping, workers_module):
         monkeypatch.setattr(module, "GRACE_S", 0.3)
     said: list[str] = []
     with make_env(HANGS, 1, workers=workers, timeout=600) as env:

@@ -27,7 +27,7 @@ from rl_lab.utils.logger import ExperimentLogger
 ROOT = Path(__file__).resolve().parents[1]
 # Pipes between the trainer and its own worker processes carry pickles, and so do Ray's messages to its own actors;
 # nothing there comes from a file.
-PIPES = {"environments/env_runner.py", "environments/worker_pool.py", "environments/remote_worker.py"}
+PIPES = {"environments/env_runner.py", "environments/workers.py", "environments/remote_worker.py"}
 FORBIDDEN = {
     "pickle.load",
     "pickle.loads",

@@ -23,7 +23,7 @@ from rl_lab.environments.env_runner import (
     StepArrays,
 )
 from rl_lab.environments.rendering import EpisodeVideo
-from rl_lab.environments.worker_pool import POLL_S, WorkerLost, failure_message, worker_name
+from rl_lab.environments.workers import POLL_S, WorkerLost, failure_message, worker_name
 from rl_lab.environments.wrappers import ActionRepeat, RenderedPixels
 from rl_lab.utils.stopping import GRACE_S, STOP
 

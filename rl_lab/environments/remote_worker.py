@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 
 from rl_lab.environments.env_runner import EnvironmentFailure, EnvRunner, Reply, StepArrays
-from rl_lab.environments.worker_pool import FIRST_REPLY_FACTOR, POLL_S, WorkerLost, failure_message, pickled
+from rl_lab.environments.workers import FIRST_REPLY_FACTOR, POLL_S, WorkerLost, failure_message, pickled
 from rl_lab.records import Spec
 from rl_lab.utils.stopping import GRACE_S, STOP
 

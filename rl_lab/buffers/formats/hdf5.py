@@ -10,9 +10,8 @@ import numpy as np
 from rl_lab.buffers.formats.episode import MissingKeyError
 from rl_lab.errors import ConfigError
 
-METADATA_CACHE = (
-    1 << 21
-)  # bytes; HDF5's own limit, 32 MiB of the file, takes 37 kB of memory for every episode read
+# Bytes. HDF5's own limit, 32 MiB of the file, takes 37 kB of memory for every episode that is read.
+METADATA_CACHE = 1 << 21
 
 
 def open_hdf5(path: Path, mode: str = "r") -> Any:

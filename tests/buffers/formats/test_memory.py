@@ -23,6 +23,7 @@ SPEC = Spec(
     ActionSpec("continuous", (2,), low=(-1.0,) * 2, high=(1.0,) * 2),
 )
 FEW, MANY = 100, 400  # episodes: 20,000 and 80,000 rows, 16 MB apart
+POOLS: list[object] = []  # of pyarrow: buffers that are freed later, in garbage collection, still need them
 EPISODE_BYTES = 1000  # that an episode may take in memory, of the 54,000 that it has
 
 
@@ -45,6 +46,7 @@ def most_bytes(work: Callable[[], object]) -> int:
     if pyarrow is not None:
         usual = pyarrow.default_memory_pool()
         pool = pyarrow.proxy_memory_pool(usual)  # counts from 0
+        POOLS.append(pool)
         pyarrow.set_memory_pool(pool)
     tracemalloc.start(1)
     try:
