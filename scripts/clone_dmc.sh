@@ -19,6 +19,7 @@ done
 python=${PYTHON:-python3}
 mkdir -p "$folder"
 folder=$(realpath "$folder")
+export RL_LAB_STOPPED_STATUS=75 # what `rl-lab train` returns if it was asked to stop: then this script ends, too
 lab() { "$python" -m rl_lab "$@"; }
 same=("environment.task=$task" "environment.action_repeat=$repeat" "environment.time_limit=$((1000 / repeat))"
   "experiment.seed=$seed" logging.progress=plain)

@@ -71,7 +71,8 @@ check() {
 networks() {
   if [ -f "$run/weights/parts.json" ]; then return; fi
   say "networks with $backend, $workers workers"
-  "${train[@]}" phases=og_wm_networks run_dir="$run/networks" environment.num_envs=$((4 * workers)) \
+  # Asked to stop, the training returns 75, and this script ends: V and M are not ready.
+  RL_LAB_STOPPED_STATUS=75 "${train[@]}" phases=og_wm_networks run_dir="$run/networks" environment.num_envs=$((4 * workers)) \
     algorithm.stages.collect_steps=250000 algorithm.stages.vae_updates=20000 algorithm.stages.mdn_updates=2500 \
     buffers.replay.capacity=300000 training.checkpoint.every_cycles=25 training.report.every_cycles=1000 "${words[@]}"
   "$python" scripts/split_run.py split "$run/networks" "$run/weights" --weights

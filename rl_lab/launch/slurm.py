@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_lab.errors import ConfigError, LabError, MissingPackageError, install_line, one_line
+from rl_lab.utils.stopping import STOPPED, STOPPED_VARIABLE
 
-STOPPED_VARIABLE = (
-    "RL_LAB_STOPPED_STATUS"  # exit status of `rl-lab train` for a run that was stopped and saved
-)
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 POLL_SECONDS = 0.2
 KEEP_SECONDS = 10.0  # of the grace time, for putting the job back into the queue
 

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
 
     result = train_config(config, args.overrides)
     if result.interrupted:  # that has been printed; a job of SLURM has to know
-        from rl_lab.launch.slurm import STOPPED_VARIABLE
+        from rl_lab.utils.stopping import STOPPED_VARIABLE
 
         return int(os.environ.get(STOPPED_VARIABLE, 0))
     for line in result.summary():

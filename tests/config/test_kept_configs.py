@@ -69,6 +69,7 @@ CHANGED_TINY = {
 ADDED = {"algorithm", "debug.fast_render", "debug.plain_batch.size", "debug.plain_batch.length"}
 ADDED |= {
     "algorithm.sequences",  # World Models: as they were, but on CarRacing
+    "algorithm.stages.start_steps",  # World Models: of phases=og_wm_evolve_dream only
     "training.on_side_failure",
     "components.encoder.keys",
     "components.vae.keys",

@@ -105,7 +105,7 @@ def test_a_job_reports_a_failed_run():
 
 def test_a_stopped_run_tells_its_job(tmp_path: Path, monkeypatch):
     """Without a job an interrupted `rl-lab train` exits with 0, as before."""
-    from rl_lab.launch.slurm import STOPPED, STOPPED_VARIABLE
+    from rl_lab.utils.stopping import STOPPED, STOPPED_VARIABLE
     from tests.same_run import stopped_at
 
     for status, number in (("", 0), (str(STOPPED), STOPPED)):

@@ -172,6 +172,6 @@ def test_examples_for_clusters_train_what_exists():
         assert config.run_dir == "/outputs/pong" and config.experiment.name == "dreamer_atari100k"
     assert "/outputs" in sky["file_mounts"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
-    from rl_lab.launch.slurm import STOPPED, STOPPED_VARIABLE
+    from rl_lab.utils.stopping import STOPPED, STOPPED_VARIABLE
 
     assert {"name": STOPPED_VARIABLE, "value": str(STOPPED)} in container["env"]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import rl_lab
 from rl_lab.errors import ConfigError
@@ -16,8 +20,10 @@ from rl_lab.orchestration.orchestrator import Orchestrator
 from rl_lab.tools.evaluate import evaluate
 from rl_lab.training import resume
 from rl_lab.utils.checkpoint.manager import CheckpointManager
+from rl_lab.utils.stopping import STOPPED, STOPPED_VARIABLE
 from tests.same_run import assert_same_run
 
+ROOT = Path(__file__).resolve().parents[2]
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 # Cheap images, a controller with h and c as memory, three short generations.
 TINY = [
@@ -179,3 +185,42 @@ def test_evolve_with_loaded_networks(tmp_path: Path):
     ours, theirs = state(run.path)["components"]["vae"], state(networks.path)["components"]["vae"]
     assert all((ours[key] == theirs[key]).all() for key in ours)
     assert state(run.path)["controllers"]["controller"]["weight"].abs().sum() > 0
+
+
+def test_dream_at_a_temperature_by_script(tmp_path: Path):
+    """With V and M of a run of their own; given again, nothing is trained."""
+    words = [str(tmp_path), "temperatures=0.5", "episodes=2", *TINY, *QUIET]
+    command = ["bash", str(ROOT / "scripts" / "og_wm_dream.sh"), *words]
+    options: dict[str, Any] = {
+        "capture_output": True,
+        "text": True,
+        "env": {**os.environ, "PYTHON": sys.executable},
+    }
+    done = subprocess.run(command, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "scores.json").read_text())
+    assert [row["temperature"] for row in result["temperatures"]] == ["0.5"]
+    assert all(len(row["dream"]) == 3 and len(row["returns"]) == 2 for row in result["temperatures"])
+    networks, dream = (
+        state(tmp_path / name)["components"]["vae"] for name in ("networks", "temperature_0.5")
+    )
+    assert all(torch.equal(networks[key], dream[key]) for key in networks)
+    again = subprocess.run(command, **options)
+    assert again.returncode == 0 and "| 0.5 |" in again.stdout and "run folder" not in again.stdout
+    assert (tmp_path / "scores.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "script", ["og_wm_dream.sh {run}", "og_wm_carracing.sh networks {run}", "clone_dmc.sh {run}"]
+)
+def test_script_ends_when_its_training_was_stopped(tmp_path: Path, script: str):
+    """A run that was stopped and saved is not taken for a finished one: nothing goes on with its weights."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit\necho "$*"\nexit ${STOPPED_VARIABLE}\n')
+    python.chmod(0o755)
+    name, *words = script.format(run=tmp_path / "runs").split()
+    command = ["bash", str(ROOT / "scripts" / name), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(python)})
+    assert done.returncode == STOPPED, done.stdout + done.stderr
+    assert done.stdout.count("rl_lab ") == done.stdout.count("rl_lab train") == 1
+    assert not [*(tmp_path / "runs").rglob("finished")] and not (tmp_path / "runs" / "weights").exists()

@@ -17,8 +17,8 @@ from typing import Any
 from rl_lab.errors import LabError, RunLockedError
 from rl_lab.tools.published import RETURN
 from rl_lab.utils.files import read_json, write_json_atomic
+from rl_lab.utils.stopping import STOPPED
 
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 LOCK_SECONDS = 90.0  # a run whose suite was killed needs this long to save and stop
 
 

@@ -16,10 +16,10 @@ from rl_lab.errors import ConfigError, LabError
 from rl_lab.launch.pack import Ended, Gpu, Job, Mps, Pack, find_gpus, interruptible
 from rl_lab.tools.suite.claims import Claims
 from rl_lab.tools.suite.definition import Needs, Planned, Suite
-from rl_lab.tools.suite.one_run import STOPPED
 from rl_lab.tools.suite.results import DONE, FAILED, PARTIAL, SuiteFolder, build_result, status_of
 from rl_lab.tools.terminal import duration, number, short
 from rl_lab.utils.files import read_json, read_jsonl, write_json_atomic
+from rl_lab.utils.stopping import STOPPED
 
 ONE_RUN = (sys.executable, "-m", "rl_lab.tools.suite.one_run")
 HEARTBEAT_SECONDS = 10.0

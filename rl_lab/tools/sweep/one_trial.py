@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from rl_lab.errors import LabError
-from rl_lab.tools.suite.one_run import STOPPED, wait_for_lock
+from rl_lab.tools.suite.one_run import wait_for_lock
 from rl_lab.utils.files import read_json
+from rl_lab.utils.stopping import STOPPED
 
 
 def main(arguments: list[str]) -> int:

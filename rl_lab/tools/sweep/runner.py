@@ -12,11 +12,11 @@ from typing import Any
 
 from rl_lab.errors import ConfigError, LabError
 from rl_lab.launch.pack import Ended, Job, Mps, Pack, find_gpus, interruptible
-from rl_lab.tools.suite.one_run import STOPPED
 from rl_lab.tools.sweep.definition import Definition, word_of
 from rl_lab.tools.sweep.study import SweepFolder, Trials
 from rl_lab.tools.terminal import duration, number
 from rl_lab.utils.files import write_json_atomic
+from rl_lab.utils.stopping import STOPPED
 
 ONE_TRIAL = (sys.executable, "-m", "rl_lab.tools.sweep.one_trial")
 POLL_SECONDS = 0.2

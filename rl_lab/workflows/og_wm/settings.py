@@ -51,6 +51,7 @@ class Stages:
     mdn_updates: int
     generations: int
     evaluate_every: int
+    start_steps: int
     score_steps: int
     time_limit: int | None
 
