@@ -391,6 +391,14 @@ def find_run(name: str | Path | None, root: Path) -> RunFolder:
         return found
     if name is not None:
         path = absolute(name)  # the parents of a relative path end at the current folder
+        # A mistyped folder in a run is not the run. Checkpoints may be absent: the first one is still to be written,
+        # or only the manifest beside the file is there.
+        known = path.parent if path.suffix == ".pt" else path
+        known = known.parent if known.name == "checkpoints" else known
+        if not known.exists():
+            raise LabError(
+                f"{path} is not a run: it does not exist (rl-lab train prints the folder of a run)"
+            )
         for candidate in (path, *path.parents):
             if (candidate / "config.yaml").is_file():
                 return RunFolder(candidate)

@@ -353,6 +353,11 @@ def _load_saved(
 
     workflow: the only `workflow._target_` that may be imported; None: any, since `load_config` has checked it
     """
+    if folder.exported:
+        raise LabError(
+            f"{folder.path} is an exported agent and cannot be resumed: it has no replay and no optimizer state. "
+            f"Start a new run from its weights: rl-lab train load.path={folder.weights}"
+        )
     config = folder.load_config(trust=trust)
     plain: Any = OmegaConf.to_container(config)
     same = workflow is None or select(config, "workflow._target_") == workflow

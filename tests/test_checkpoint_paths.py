@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -119,3 +120,45 @@ def test_missing_paths_are_named(root: Path, monkeypatch, capsys):
         rl_lab.load_agent("runs/two")
     assert main(["eval", "runs/one", "--checkpoint", "runs/two/last.pt"]) == 1
     assert "no checkpoint 'runs/two/last.pt'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["eval", "resume", "report", "export"])
+def test_mistyped_folder_in_a_run_is_not_the_run(verb: str, root: Path, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    assert main([verb, "runs/one/chekpoints"]) == 1
+    assert "runs/one/chekpoints is not a run: it does not exist" in capsys.readouterr().err
+
+
+def test_resume_of_an_older_checkpoint_is_refused(root: Path, tmp_path: Path, monkeypatch, capsys):
+    """A run continues from its newest checkpoint; another one is not passed over without a word."""
+    shutil.copytree(root / "runs" / "one", tmp_path / "one", symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("last.pt", "step_000000040.pt"):
+        assert main(["resume", f"one/checkpoints/{name}"]) == 0
+    capsys.readouterr()
+    for name in ("best.pt", "step_000000020.pt"):
+        assert main(["resume", f"one/checkpoints/{name}"]) == 1
+        said = capsys.readouterr().err
+        assert f"one/checkpoints/{name}: a run continues from its newest checkpoint" in said
+        assert "step_000000040.pt" in said
+        assert f"training.resume_path=one/checkpoints/{name}" in said
+
+
+def test_exported_agent_is_not_resumed(root: Path, tmp_path: Path, capsys):
+    """It has no replay: a new run in its folder would take the place of its weights."""
+    folder = tmp_path / "agent"
+    rl_lab.export(root / "runs" / "one", folder, episodes=0)
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    assert main(["resume", str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert (
+        "is an exported agent and cannot be resumed" in said
+        and f"load.path={folder}/agent.safetensors" in said
+    )
+    assert main(["train", "+experiment=dreamer_cartpole", *TINY, f"run_dir={folder}"]) == 1
+    assert "is an exported agent" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    run = rl_lab.train(
+        "dreamer_cartpole", [*TINY, f"load.path={folder}/agent.safetensors", f"run_dir={tmp_path / 'new'}"]
+    )
+    assert run.counters["env_steps"] == 40

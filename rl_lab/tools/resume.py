@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_lab.errors import LabError
+
+if TYPE_CHECKING:
+    from rl_lab.run_folder import RunFolder
 
 
 def add_trust(parser: Any) -> None:
@@ -32,8 +38,24 @@ def main(args: argparse.Namespace) -> int:
         overrides.insert(0, args.run)
         args.run = None
     folder = find_run(args.run, output_root(None))
+    check_newest(args.run, folder)
     result = resume(folder.path, overrides, trust=args.trust)
     if not result.interrupted:  # that has been printed
         for line in result.summary():
             ignore_output_errors(print)(line)
     return 0
+
+
+def check_newest(given: str | None, folder: RunFolder) -> None:
+    """Raise LabError if a checkpoint file is given that the run does not continue from."""
+    if given is None or not given.endswith(".pt"):
+        return
+    from rl_lab.utils.checkpoint.loading import manifests
+
+    saved = manifests(folder.checkpoints)
+    name = Path(given).name
+    if saved and name != "last.pt" and name.partition(".")[0] != saved[0].stem:
+        raise LabError(
+            f"{given}: a run continues from its newest checkpoint, here {saved[0].stem}.pt. Leave the file out, or "
+            f"start a new run from it: rl-lab train training.resume_path={given}"
+        )
