@@ -63,6 +63,8 @@ def run(argv: list[str], file: Any) -> list[dict[str, Any]]:
         "--folder", type=Path, help="where the data is written and deleted (default: a temporary folder)"
     )
     args = parser.parse_args(argv)
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         return measure_formats(Path(folder), args, file) if args.formats else measure(Path(folder), args)
 

@@ -183,8 +183,8 @@ def _run_verb(verb: str, args: list[str]) -> int:
     parser.words = args
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     module.add_arguments(parser)
-    # `rl-lab resume RUN --trust key=value`: words before and after an option
-    parse = parser.parse_intermixed_args if verb == "resume" else parser.parse_args
+    # `rl-lab train seed=1 --config-dir mine debug=tiny`: words before and after an option. bench hands on what follows.
+    parse = parser.parse_args if verb == "bench" else parser.parse_intermixed_args
     return int(module.main(parse(args)))
 
 

@@ -124,7 +124,7 @@ def run_page(page: Path, run: Path) -> tuple[list[str], dict[str, float]]:
 def run_step(step: Step, namespace: dict[str, Any]) -> None:
     if step.kind == "file":
         Path(step.path).parent.mkdir(parents=True, exist_ok=True)
-        Path(step.path).write_text(step.text)
+        Path(step.path).write_text(shorter(step.text) if step.path.endswith(".yaml") else step.text)
     elif step.kind == "python":
         exec(_here(step.text), namespace)
     else:
@@ -185,7 +185,7 @@ def shortened(words: list[str]) -> list[str]:
     """The words after `rl-lab` with fewer steps and episodes."""
     verb, *rest = words
     if verb == "train":
-        rest = [re.sub(r"duration_updates: \d{2,}", "duration_updates: 3", word) for word in rest]
+        rest = [shorter(word) for word in rest]
         if "debug=tiny" not in rest:
             rest += ["debug=tiny", *(word for word in SHORT if not named(rest, word))]
         rest.append("logging.progress=off")
@@ -200,9 +200,17 @@ def shortened(words: list[str]) -> list[str]:
     elif verb in ("eval", "export"):
         rest = [re.sub(r"^20000$", "100", word) for word in rest]  # the checkpoint of the last step
         rest += ["--episodes", "2"]
+    elif verb == "bench" and "--formats" in rest:
+        rest += ["--sizes", "400", "--length", "100", "--batches", "2"]
     elif verb == "report" and "--dream" in rest:
         rest = [re.sub(r"^\d+$", "2", word) for word in rest]
     return [verb, *rest]
+
+
+def shorter(text: str) -> str:
+    """Text of a config, or an override, with few updates and steps in each phase."""
+    text = re.sub(r"\b(algorithm\.updates=|duration_updates: )\d{2,}", r"\g<1>3", text)
+    return re.sub(r"\bduration_steps: \d{3,}", "duration_steps: 24", text)
 
 
 def named(words: list[str], word: str) -> bool:
@@ -246,6 +254,10 @@ def _serve(words: list[str]) -> None:
             assert b"<title>" in urllib.request.urlopen(address, timeout=30).read()
         finally:
             server.terminate()
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                server.kill()  # TensorBoard may hang when it is asked to end right after its start
 
 
 def finished_run(folder: Path) -> Path:

@@ -109,6 +109,12 @@ def test_cfg_job_prints_dims(capsys):
     assert yaml.safe_load(capsys.readouterr().out)["batch_size"] == 16
 
 
+def test_overrides_stand_before_and_after_options(capsys):
+    words = ["train", "+experiment=dreamer_cartpole", "--cfg", "job", "experiment.seed=4", "-p", "experiment"]
+    assert main([*words, "experiment.name=mine"]) == 0
+    assert {"seed": 4, "name": "mine"}.items() <= yaml.safe_load(capsys.readouterr().out).items()
+
+
 def test_resume_prints_changes_and_refuses_unsafe_keys(run: Path, capsys):
     assert main(["resume", str(run), "training.total_timesteps=110", "logging.progress=plain"]) == 0
     assert "training.total_timesteps: 100 -> 110" in capsys.readouterr().out

@@ -103,7 +103,8 @@ def test_loop_benchmark_of_the_checkout() -> None:
 def test_data_benchmark_converts_to_a_format_and_back(tmp_path: Path) -> None:
     """Each part in a process of its own; the file of --json has the rows so far, without a file of tensors."""
     words = ["--formats", "npz", "--sizes", "400", "--length", "100", "--batches", "2"]
-    result = bench.run_benchmark("data", [*words, "--folder", str(tmp_path)], tmp_path / "data.json")
+    scratch = tmp_path / "new" / "scratch"
+    result = bench.run_benchmark("data", [*words, "--folder", str(scratch)], tmp_path / "data.json")
     rows = {row["name"]: row["value"] for row in result["rows"]}
     assert rows["data/npz/400_arrays_that_differ"] == 0
     assert {f"data/npz/{work}_400_per_second" for work in ("write", "read", "random_episodes")} < set(rows)
@@ -111,4 +112,5 @@ def test_data_benchmark_converts_to_a_format_and_back(tmp_path: Path) -> None:
     assert rows["data/npz/400_bytes_per_row"] > 20
     kept = json.loads((tmp_path / "data.json").read_text())["rows"]
     assert {row["name"] for row in kept} < set(rows)
-    assert [path.name for path in tmp_path.iterdir()] == ["data.json"]
+    assert not [*scratch.iterdir()]
+    assert {path.name for path in tmp_path.iterdir()} == {"data.json", "new"}
