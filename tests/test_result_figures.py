@@ -14,8 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-# Drawn by other commands, as dreamer_original_* by compare_original.py: rl-lab bench backbones and tokenizers.
-OTHERS = {"iris_backbones_catch", "iris_tokenizers_catch", "backbones", "tokenizers"}
+# Drawn by other commands, as dreamer_original_* by compare_original.py: rl-lab bench backbones and tokenizers,
+# scripts/og_wm_dream.sh.
+OTHERS = {
+    "iris_backbones_catch",
+    "iris_tokenizers_catch",
+    "backbones",
+    "tokenizers",
+    "og_wm_take_cover_short",
+}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ order:
     grayscale: true           images with one channel (ITU-R BT.601 weights)
     frame_stack: 4            stack the last 4 images as channels, oldest first; vectors without images
     observation_noise: 0.1    Gaussian noise with this standard deviation on vectors, 255 times it on images
+    reward_shift: 6.0         add to the reward (reward_shift: -1.0 subtracts); changes what is best if episodes end
     reward_scale: 0.1         multiply the reward
     reward_clip: 1.0          clip the reward to ± this value
     reward_sign: true         sign of the reward
@@ -422,6 +423,12 @@ def _noise(env: gymnasium.Env, deviation: Any) -> gymnasium.Env:
     return ObservationNoise(env, _number("observation_noise", deviation))
 
 
+def _shift(env: gymnasium.Env, value: Any) -> gymnasium.Env:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"environment.wrappers.reward_shift={value!r} must be a finite number")
+    return RewardTransform(env, lambda reward: reward + float(value))
+
+
 def _scale(env: gymnasium.Env, factor: Any) -> gymnasium.Env:
     number = _number("reward_scale", factor)
     return RewardTransform(env, lambda reward: reward * number)
@@ -443,6 +450,7 @@ WRAPPERS: dict[str, Callable[[gymnasium.Env, Any], gymnasium.Env]] = {
     "grayscale": lambda env, value: Grayscale(env),
     "frame_stack": _stack,
     "observation_noise": _noise,
+    "reward_shift": _shift,
     "reward_scale": _scale,
     "reward_clip": _clip,
     "reward_sign": lambda env, value: RewardTransform(env, lambda reward: float(np.sign(reward))),

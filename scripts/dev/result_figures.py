@@ -44,6 +44,7 @@ class Panel:
 
 FIGURES: dict[str, list[Panel]] = {
     "delta_iris_boxing": [Panel("delta_iris_boxing")],
+    "delta_iris_pendulum_small": [Panel("delta_iris_pendulum_small")],
     "delta_iris_up_n_down": [Panel("delta_iris_up_n_down")],
     "dreamer_atari100k_12m": [
         Panel(f"dreamer_{game}_12m") for game in ("assault", "breakout", "krull", "road_runner")

@@ -52,6 +52,8 @@ def test_frame_stack():
     ("wrappers", "rewards"),
     [
         ({"reward_scale": 0.5}, [0.5, 1.0, 1.5]),
+        ({"reward_shift": -1.5}, [-0.5, 0.5, 1.5]),
+        ({"reward_shift": 1, "reward_scale": 2}, [4.0, 6.0, 8.0]),
         ({"reward_clip": 2}, [1.0, 2.0, 2.0]),
         ({"reward_sign": True}, [1.0, 1.0, 1.0]),
         ({"reward_tanh": True}, np.tanh([1.0, 2.0, 3.0])),
@@ -82,6 +84,7 @@ FROM_CONFIG = {
     "crop": "[2,9,0,16]",
     "frame_stack": 3,
     "observation_noise": 0.1,
+    "reward_shift": -1.5,
     "reward_scale": 0.5,
     "reward_clip": 0.2,
 }
@@ -127,6 +130,7 @@ def test_wrapped_environments_resume_exactly(workers):
         ({"frame_stak": 4}, "environment.wrappers.frame_stak does not exist. Did you mean 'frame_stack'"),
         ({"frame_stack": 0}, "frame_stack=0 must be an integer"),
         ({"reward_clip": -1}, "reward_clip=-1 must be a number"),
+        ({"reward_shift": float("inf")}, "reward_shift=inf must be a finite number"),
         ({"grayscale": True}, r"grayscale needs an image, and the observations are \['vector'\]"),
     ],
 )
