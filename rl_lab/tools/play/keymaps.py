@@ -221,9 +221,8 @@ def keymap_for(spec: Spec, names: Sequence[str] = ()) -> Keymap:
             return DiscreteKeys(
                 table, [name.replace("_", " ") for name in CRAFTER_ACTIONS], idle=np.asarray(0)
             )
-        if suite == "minigrid" and 3 <= count <= len(
-            MINIGRID_ACTIONS
-        ):  # Dynamic-Obstacles has only the first three
+        # Dynamic-Obstacles has only the first three.
+        if suite == "minigrid" and 3 <= count <= len(MINIGRID_ACTIONS):
             table = {key: index for key, index in MINIGRID.items() if index < count}
             return DiscreteKeys(table, MINIGRID_ACTIONS[:count])
         if spec.name.startswith(("carracing", "CarRacing")) and count == len(CAR_ACTIONS):

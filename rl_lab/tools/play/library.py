@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_lab.errors import LabError
 from rl_lab.run_folder import RunFolder
+from rl_lab.utils.checkpoint.loading import manifests
 from rl_lab.utils.checkpoint.manifest import read_manifest
 from rl_lab.utils.files import read_json
 from rl_lab.utils.progress import point_of
@@ -89,7 +90,8 @@ def runs_near(run: Path, root: Path) -> list[Path]:
     for file in configs:
         folder = file.parent.resolve()
         try:
-            if not file.is_symlink() and any((folder / "checkpoints").glob("*.json")):
+            weights = RunFolder(folder).exported or any((folder / "checkpoints").glob("*.json"))
+            if weights and not file.is_symlink():
                 found[folder] = file.stat().st_mtime
         except OSError:  # it was deleted
             continue
@@ -97,13 +99,15 @@ def runs_near(run: Path, root: Path) -> list[Path]:
 
 
 def entries_of(run: Path) -> list[Entry]:
-    """Return the last weights of a run, the best, and those of earlier steps."""
+    """Return the last weights of a run, the best, and those of earlier steps; of an exported agent its only ones."""
     folder = RunFolder(run)
     try:
         task = str(read_json(folder.spec_file).get("name", ""))
     except (LabError, OSError, ValueError, AttributeError):
         task = ""
-    steps = sorted((file.stem for file in folder.checkpoints.glob("step_*.json")), reverse=True)
+    if folder.exported:
+        return [Entry(run, "last", _name_of_export(folder), task)]
+    steps = [file.stem for file in manifests(folder.checkpoints)]
     found = []
     if steps:
         found.append(Entry(run, "last", f"last, {_point(folder, steps[0])}", task))
@@ -127,6 +131,16 @@ def _point(folder: RunFolder, stem: str) -> str:
     except (LabError, OSError):
         known = {}
     return point_of(step, known.get("updates"))
+
+
+def _name_of_export(folder: RunFolder) -> str:
+    """Return "boxing, step 16,000"; the step is known if the agent was scored."""
+    name = folder.path.name
+    try:
+        scores = read_json(folder.path / "scores.json")
+        return f"{name}, {point_of(int(scores['step']), scores.get('updates'))}"
+    except (LabError, OSError, LookupError, TypeError, ValueError):
+        return name
 
 
 def _step(stem: str) -> int:

@@ -287,6 +287,37 @@ def test_session_switches_weights_and_keeps_playing(trained: Path, tmp_path: Pat
     session.close()
 
 
+def test_exported_agent_is_chosen_in_the_list(trained: Path, tmp_path: Path, monkeypatch):
+    """It has no checkpoints: its only weights are listed, those of the agents beside it, and the user's runs."""
+    import shutil
+
+    from rl_lab.agent import load_agent
+    from rl_lab.run_folder import find_run
+
+    shutil.copytree(trained, tmp_path / "outputs" / "2026-11-16" / "one", symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    name = "example://bounce"
+    args = parsed(name, "-w", "--device", "cpu", "--seed", "1")
+    session = build_session(load_agent(name), find_run(name, tmp_path / "outputs"), args, options_from(args))
+    assert session.library is not None
+
+    def chosen() -> tuple[str, str]:
+        entry = session.library.entries[session.library.current]
+        return entry.run.name, entry.label
+
+    assert chosen() == ("bounce", "bounce, step 8,000")
+    names = [entry.run.name for entry in session.library.entries]
+    assert {"boxing", "bounce", "catch", "obstacles", "one"} == set(names) and names[0] == "bounce"
+    session.do(Command("weights", names.index("catch")))
+    assert chosen() == ("catch", "catch, step 4,200") and session.sources.about["run"] == "agents/catch"
+    session.do(Command("weights", None))
+    assert chosen()[0] == "catch"  # it has no other weights
+    shutil.copytree(find_run(name, tmp_path).path, tmp_path / "own")
+    (tmp_path / "own" / "scores.json").write_text('{"step": "many"}')
+    assert [entry.label for entry in entries_of(tmp_path / "own")] == ["own"]
+    session.close()
+
+
 def test_list_of_weights_and_runs(trained: Path, tmp_path: Path):
     assert entries_of(trained)[0].checkpoint == "last"
     assert entries_of(trained)[0].to_dict()["task"] == "minigrid/Empty-5x5"

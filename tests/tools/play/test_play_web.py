@@ -231,9 +231,10 @@ def test_closing_page_frees_controls(serve: Serve):
     first.send("record", True)
     first.until(lambda p: p.status["recording"])
     first.close()
-    time.sleep(0.5)
-    stood = site.session.step
-    time.sleep(0.4)
+    limit, stood = time.monotonic() + 20, -1
+    while site.session.step != stood and time.monotonic() < limit:  # the server notices that the page is gone
+        stood = site.session.step
+        time.sleep(0.4)
     assert site.session.step == stood  # without pages the session pauses
     second = site.page().until(lambda p: p.status["steers"])  # and the controls are free
     assert not second.status["recording"] and len(second.status["files"]) == 2  # what was recorded is kept
