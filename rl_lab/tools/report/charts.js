@@ -283,6 +283,7 @@ const nearby = new IntersectionObserver((entries) => {
     target.near = isIntersecting;
     if (isIntersecting && target.dirty !== false) draw(target);
   }
+  document.documentElement.dataset.charts = "ready";  // the plots in view are drawn
 }, { rootMargin: "400px 0px" });
 
 function redraw() {
@@ -391,7 +392,6 @@ async function start() {
   controls();
   search();
   for (const box of all(".chart")) nearby.observe(box);
-  document.documentElement.dataset.charts = "ready";
 }
 
 // A served page calls this after it replaced what changed: new curves, perhaps new charts.

@@ -27,10 +27,18 @@ STUB = """window.Plotly = { react: (area, traces, layout) => {
   area.traces = traces; area.layout = layout; area.textContent = traces.length + " traces"; return Promise.resolve(area);
 } };"""
 
+# A busy browser tells a page late which plots are in view.
+LATE = """const Observer = window.IntersectionObserver;
+window.IntersectionObserver = class extends Observer {
+  constructor(call, options) { super((entries) => setTimeout(() => call(entries), 200), options); }
+};"""
 
-def open_page(browser: Any, address: str, **options: Any) -> tuple[Any, list[str]]:
+
+def open_page(browser: Any, address: str, late: bool = False, **options: Any) -> tuple[Any, list[str]]:
     """The page, when its plots are drawn, and what the browser complains about."""
     page = browser.new_context(**options).new_page()
+    if late:
+        page.add_init_script(LATE)
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -49,7 +57,7 @@ def test_what_the_script_draws(browser: Any, make_run: MakeRun, tmp_path: Path, 
     monkeypatch.setattr(interactive, "library", lambda: stub)
     folders = [make_run(seed=seed, lines=60, media=False) for seed in (0, 1, 2)]
     index = report.write_report(folders, out=tmp_path / "report", keys=["train/loss/*"])[0]
-    page, complaints = open_page(browser, index.as_uri())
+    page, complaints = open_page(browser, index.as_uri(), late=True)
     runs = load_runs([RunFolder(folder) for folder in folders])
     # The learning curve: the same mean as in the pictures, and nearly the same interval.
     drawn = {trace["name"]: trace for trace in traces(page)}
@@ -77,7 +85,7 @@ def test_what_the_script_draws(browser: Any, make_run: MakeRun, tmp_path: Path, 
         assert shown["name"] == "dreamer_cartpole, seed 0"
     # The x axis; what is out of sight is drawn when it comes into view.
     page.locator("h1").scroll_into_view_if_needed()
-    page.wait_for_timeout(200)
+    page.wait_for_function("document.querySelector('.chart').near")
     for axis, last in (("frames", 20_000), ("updates", 10_000), ("seconds", 59 * 3.1 / 60), ("step", 20_000)):
         page.get_by_label("x axis").select_option(axis)
         assert traces(page)[-1]["x"][-1] == pytest.approx(last, rel=1e-3), axis
@@ -118,7 +126,7 @@ def test_bars_of_phases(browser: Any, make_run: MakeRun, tmp_path: Path, monkeyp
     stub = tmp_path / "plotly.min.js"
     stub.write_text(STUB)
     monkeypatch.setattr(interactive, "library", lambda: stub)
-    page, complaints = open_page(browser, phase_page(make_run, tmp_path).as_uri())
+    page, complaints = open_page(browser, phase_page(make_run, tmp_path).as_uri(), late=True)
     random, joint, actor = traces(page, 1)
     assert (random["base"], random["x"][1], joint["name"]) == (
         [0, 0],
