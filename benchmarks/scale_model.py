@@ -5,7 +5,8 @@
     steps/s of w workers = N / (N · s / c(w) + w · m)
 
     N  environments          s  seconds of one environment step on a free core
-    c  how much faster w workers are than one on this machine, now (measured with environments that only use a core, for s)
+    c  how much faster w workers are than one on this machine, now (measured with environments that do a fixed amount of
+       Python and NumPy work, for s with one worker)
     m  seconds that the trainer needs for the message to one worker (measured with an environment that does nothing)
 
 `s` comes from half of the rounds with one worker; the other half, and the other numbers of workers, are predicted and
@@ -41,8 +42,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter, sleep, thread_time
-from typing import Any
+from time import perf_counter, sleep
+from typing import Any, ClassVar
 
 import cloudpickle
 import gymnasium
@@ -113,7 +114,8 @@ class Model:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     workers = sorted({1, *options.workers})
-    times: dict[int, list[float]] = {w: [] for w in workers}  # of a step of environments that only use a core
+    # Of a step of environments with a fixed amount of work.
+    times: dict[int, list[float]] = {w: [] for w in workers}
     rates: dict[int, list[float]] = {w: [] for w in workers}
     messages: list[float] = []
     waits = options.task == "waits"
@@ -124,7 +126,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     busy = {}
     try:
         if not waits:
-            works = partial(Works, 1.0 / speed(tasks[1], options.seconds / 3))
+            works = partial(Works, units_of(1.0 / speed(tasks[1], options.seconds / 3), options.num_envs))
             busy = {w: environment_of(works, options.num_envs, w) for w in workers}
         for number in range(options.rounds):
             for w in workers if number % 2 == 0 else workers[::-1]:
@@ -186,14 +188,33 @@ class Waits(gymnasium.Env):
 
 
 class Works(Waits):
-    """Each step uses a core for as long as it has one: time in which other processes have it does not count."""
+    """Each step does the same work, `units` times: Python, and NumPy on arrays that the process's environments share.
+
+    Workers that share a core do not find them (256 KiB) in its cache after a switch, and need longer for the same work.
+    """
+
+    parts: ClassVar = [np.ones(512) for _ in range(64)]
+
+    def __init__(self, units: int, render_mode: str | None = None) -> None:
+        super().__init__(0.0)
+        self.units = units
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        end = thread_time() + self.seconds
-        while thread_time() < end:
-            pass
+        for number in range(self.units):
+            part = self.parts[number % len(self.parts)]
+            part[:] = part * 0.5 + 0.5
         self.steps += 1
         return np.zeros(4, np.float32), 0.0, False, self.steps >= 1000, {}
+
+
+def units_of(seconds: float, num_envs: int) -> int:
+    """Return how many units of work need this long in one worker."""
+    times = {}
+    for units in (20, 60):
+        with contextlib.closing(environment_of(partial(Works, units), num_envs, 1)) as env:
+            times[units] = 1.0 / speed(env, 0.5)
+    unit, rest = (times[60] - times[20]) / 40, (3 * times[20] - times[60]) / 2
+    return max(1, round((seconds - rest) / max(unit, 1e-9)))
 
 
 def environment_of(task: Any, num_envs: int, workers: int) -> Any:
