@@ -209,7 +209,9 @@ def _check_steps(checked: EnvCheck, env: gymnasium.Env, raw: gymnasium.Env, step
             "warn", "episodes", f"none ended in {done} steps: set environment.time_limit if they never end"
         )
     else:
-        text = f"{len(lengths)} ended, after {min(lengths)} to {max(lengths)} steps"
+        shortest, longest = min(lengths), max(lengths)
+        after = f"{shortest} to {longest}" if shortest < longest else str(longest)
+        text = f"{len(lengths)} ended, after {after} step{'s' if longest > 1 else ''}"
         checked.add("ok", "episodes", text)
     speed = done / max(stepping, 1e-9)
     checked.add("ok" if speed > SLOW else "warn", "speed", _speed_text(speed))

@@ -469,7 +469,7 @@ def check_interpreters() -> list[Finding]:
             findings.append(Finding("ok", name, text))
         else:
             findings.append(Finding("warn", name, f"{state}: rl-lab envs create {name}"))
-    return findings
+    return findings or [Finding("-", "none", "rl-lab envs list says which can be made")]
 
 
 def check_extras(needs: Declared) -> list[Finding]:

@@ -15,7 +15,6 @@ import argparse
 import functools
 import http.server
 import io
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from report_images import chromium  # the file beside this one
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "site"
@@ -79,10 +79,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.all:
         pages = sorted(file.parent.relative_to(SITE).as_posix() for file in SITE.rglob("index.html"))
     wrong = 0
-    with served() as address, browser() as chromium:
+    with served() as address, chromium() as browser:
         for dark in (False, True):
             for width in WIDTHS:
-                with window(chromium, width, dark) as tab:
+                with window(browser, width, dark) as tab:
                     for page in pages:
                         open_page(tab, f"{address}/{page.removesuffix('.')}")
                         for text in [] if dark else tab.evaluate(CHECK):
@@ -95,17 +95,17 @@ def main(argv: list[str] | None = None) -> int:
             if args.all and not args.out:
                 break
         if args.keep:
-            keep(chromium, address)
+            keep(browser, address)
     print(f"{len(pages)} pages at {' and '.join(map(str, WIDTHS))} pixels: {wrong} things do not fit")
     return 1 if wrong else 0
 
 
-def keep(chromium: Any, address: str) -> None:
+def keep(browser: Any, address: str) -> None:
     """One picture: the first page and a guide, wide and narrow, light and dark."""
     shown = [(1280, False, ""), (390, False, ""), (1280, True, "howto/play"), (390, True, "howto/play")]
     height, images = 400, []
     for width, dark, page in shown:
-        with window(chromium, width, dark) as tab:
+        with window(browser, width, dark) as tab:
             open_page(tab, f"{address}/{page}")
             image = Image.open(io.BytesIO(tab.screenshot())).convert("RGB")
         images.append(
@@ -141,22 +141,9 @@ def served() -> Iterator[str]:
 
 
 @contextmanager
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        sys.exit("Chromium is missing")
-    with sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@contextmanager
-def window(chromium: Any, width: int, dark: bool) -> Iterator[Any]:
+def window(browser: Any, width: int, dark: bool) -> Iterator[Any]:
     size = {"width": width, "height": WIDTHS[width]}
-    context = chromium.new_context(viewport=size, color_scheme="dark" if dark else "light")
+    context = browser.new_context(viewport=size, color_scheme="dark" if dark else "light")
     yield context.new_page()
     context.close()
 

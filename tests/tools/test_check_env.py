@@ -72,6 +72,7 @@ def test_a_good_environment_is_described_and_gets_a_command():
     assert checked.command == (
         "rl-lab train +experiment=dreamer_gym_vision environment.task=tests.tools.test_check_env:Arm"
     )
+    assert "3 ended, after 20 steps" in str(checked)
     assert "what the agent will see" in str(checked) and repr(checked) == str(checked)
     assert check_env(Arm, steps=5, size=None).command.endswith(" environment.size=null")
 
