@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -296,7 +297,9 @@ def test_out_of_memory_message_lists_uses_and_advice(tmp_path: Path, monkeypatch
 @pytest.mark.gpu
 def test_full_gpu_raises_out_of_memory(tmp_path: Path, capsys):
     """Limit device memory so that the model fits and an update does not."""
-    taken = torch.cuda.memory_allocated() + 40 * 2**20
+    gc.collect()
+    torch.cuda.empty_cache()
+    taken = torch.cuda.memory_reserved() + 40 * 2**20  # what tests before this one hold counts
     torch.cuda.set_per_process_memory_fraction(taken / torch.cuda.get_device_properties(0).total_memory)
     try:
         words = [*WORDS, "experiment.device=cuda", "training.total_timesteps=5000", "algorithm.batch_size=64"]

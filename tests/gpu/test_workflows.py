@@ -106,7 +106,7 @@ def test_a_captured_population_earns_what_the_eager_one_does():
     fitness = []
     for capture in (False, True):
         run = built(*CASES["og_wm"][0], *EXACT, "algorithm.evolution.num_envs=4", hook="update_vae")
-        evolution, generations = run.workflow.evolution, run.orchestrator.generations
+        evolution, generations = run.workflow.evolution, run.orchestrator.runners["evolve"].generations
         evolution.begin({"name": "evolve", "iteration": 0, "set": {}, "progress": 0.0})
         for seed in (1, 2):
             candidates = evolution.ask()

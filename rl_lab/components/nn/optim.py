@@ -142,8 +142,10 @@ class LaProp(torch.optim.Optimizer):
             torch._foreach_addcdiv_(ahead, grads, size, value=1.0 - beta1)
         change = torch._foreach_mul(ahead, list(scale1.unbind()))
         if decay:
-            shrink = rate * decay * torch.tensor([float(is_decayed(p)) for p in params], device=rate.device)
-            torch._foreach_add_(change, torch._foreach_mul(params, list(shrink.unbind())))
+            rates = (rate * decay).expand(len(params)).unbind()
+            which = [index for index, p in enumerate(params) if is_decayed(p)]
+            shrink = torch._foreach_mul([params[index] for index in which], [rates[index] for index in which])
+            torch._foreach_add_([change[index] for index in which], shrink)
         torch._foreach_sub_(params, change)
 
     @staticmethod
