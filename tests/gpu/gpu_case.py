@@ -13,6 +13,8 @@ PHASES = (
     "training.phases=[{name: data, duration_steps: 300, workflow_hooks: [collect]},"
     " {name: learn, type: offline, duration_updates: 8, workflow_hooks: [HOOK]}]"
 )
+# For comparisons of precisions: actions of the policy, once one differs, lead to other rows.
+RANDOM_ROWS = PHASES.replace("[collect]", "[{collect: {policy: random}}]").replace("HOOK", "update")
 LOGGER = SimpleNamespace(scalars=lambda *a, **k: None, flush=lambda: None, metrics_bytes=lambda: 0)
 
 

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from rl_lab.buffers.batches import BatchStream
 from rl_lab.orchestration.collector import ActRunner
+from rl_lab.orchestration.updates import HookRunner
 from rl_lab.records import ActMode
 from tests.gpu.gpu_case import LOGGER, assert_same_losses, losses
+from tests.workflows.imitation_case import PIXELS, demonstrations, measured
+from tests.workflows.imitation_case import built as small
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +68,25 @@ def test_captured_updates_give_the_eager_numbers(algorithm: str, words: tuple[st
     captured = losses(run)
     assert run.orchestrator.runners["update"].capture.captured
     assert_same_losses(eager, captured)
+
+
+@pytest.mark.parametrize("algorithm", ["diffusion_policy", "behaviour_cloning"])
+def test_captured_updates_from_pixels_give_the_eager_numbers(algorithm: str):
+    """Each image is cropped at a random place."""
+    buffer, found = demonstrations(PIXELS, episodes=4, device="cuda"), []
+    device = torch.device("cuda")
+    for capture in (False, True):
+        workflow = measured(small(algorithm, PIXELS, "training.precision=float32", device="cuda"), buffer)
+        hook = workflow.hooks()["update"]
+        generator = torch.Generator(device).manual_seed(0)
+        runner = HookRunner("update", hook, device=device, generator=generator, capture=capture)
+        stream = BatchStream(buffer, hook.batch, torch.Generator().manual_seed(0), device=device)
+        found.append([])
+        for _ in range(8):
+            runner.run(stream, {"progress": 0.0}, {"updates": 0}, key=None)
+            found[-1].append(runner.meter.drain())
+    assert runner.capture.captured
+    assert_same_losses(*found)
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "ddpm"])

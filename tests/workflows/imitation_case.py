@@ -40,10 +40,13 @@ TINY = {
 }
 
 
-def demonstrations(spec: Spec = VECTOR, episodes: int = 20, steps: int = 12) -> ReplayBuffer:
+def demonstrations(
+    spec: Spec = VECTOR, episodes: int = 20, steps: int = 12, device: str = "cpu"
+) -> ReplayBuffer:
     """Each episode repeats one action: (0.5, 0.25) or (-0.5, 0.25), whatever is observed."""
     rng = np.random.default_rng(0)
-    buffer = ReplayBuffer(spec.row_columns(), capacity=episodes * (steps + 1), num_streams=1)
+    capacity = episodes * (steps + 1)
+    buffer = ReplayBuffer(spec.row_columns(), capacity=capacity, num_streams=1, device=torch.device(device))
     for number in range(episodes):
         rows: dict[str, Any] = {}
         for name, array in spec.observations.items():
@@ -63,7 +66,13 @@ def demonstrations(spec: Spec = VECTOR, episodes: int = 20, steps: int = 12) -> 
 
 
 def built(
-    algorithm: str, spec: Spec = VECTOR, *words: str, updates: int = 300, seed: int = 0, **changes: Any
+    algorithm: str,
+    spec: Spec = VECTOR,
+    *words: str,
+    updates: int = 300,
+    seed: int = 0,
+    device: str = "cpu",
+    **changes: Any,
 ) -> Any:
     """A small workflow; `changes` are keys of `algorithm`."""
     config = compose_config([f"experiment={algorithm}_lunarlander", f"experiment.seed={seed}", *words])
@@ -71,14 +80,14 @@ def built(
     OmegaConf.set_struct(config, False)
     config.algorithm = OmegaConf.merge(config.algorithm, small, TINY[algorithm], changes)
     config.controllers.pop("expert")
-    return assemble_workflow(resolve_config(config, spec), spec, torch.device("cpu"))
+    return assemble_workflow(resolve_config(config, spec), spec, torch.device(device))
 
 
 def measured(workflow: Any, buffer: ReplayBuffer) -> Any:
     hook = workflow.hooks()["measure"]
     assert isinstance(hook, TransformHook)
     assert hook.step(buffer.read(0, buffer.total_rows)) == {}
-    workflow.normalizer.measure(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
+    workflow.normalizer.measure(torch.tensor([[-1.0, -1.0], [1.0, 1.0]], device=workflow.device))
     return workflow
 
 

@@ -127,9 +127,9 @@ def crop_images(images: torch.Tensor, size: tuple[int, ...], places: torch.Tenso
     if places is None:
         top, left = (height - h) // 2, (width - w) // 2
         return images[..., top : top + h, left : left + w]
-    room = torch.tensor([height - h + 1, width - w + 1], device=images.device)
-    corner = (places * room).long()
-    rows = corner[:, 0, None] + torch.arange(h, device=images.device)  # (M, h)
-    columns = corner[:, 1, None] + torch.arange(w, device=images.device)
+    # Not a tensor of both: it would be copied from the host, which a CUDA graph cannot do.
+    upper, leftmost = (places[:, 0] * (height - h + 1)).long(), (places[:, 1] * (width - w + 1)).long()
+    rows = upper[:, None] + torch.arange(h, device=images.device)  # (M, h)
+    columns = leftmost[:, None] + torch.arange(w, device=images.device)
     which = torch.arange(len(images), device=images.device)[:, None, None]
     return images.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
