@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from rl_lab.components.nn.fast_path import use_fast_path
 from rl_lab.components.nn.image_stacks import STACKS, ConvLayer, StackDecoder, StackEncoder
-from rl_lab.components.nn.mlp import LayerNorm, LayerStyle, RMSNorm, layer_style
+from rl_lab.components.nn.mlp import MLP, LayerNorm, LayerStyle, RMSNorm, layer_style
 from rl_lab.components.representation_learners.decoders import DictDecoder
 from rl_lab.components.representation_learners.encoders import DictEncoder, dict_embed_dim
 from rl_lab.errors import ConfigError
@@ -143,6 +144,7 @@ def test_layer_styles():
     assert isinstance(rms.make_norm(4), RMSNorm) and isinstance(layer.make_norm(4), LayerNorm)
     assert isinstance(none.make_norm(4), torch.nn.Identity)
     assert (rms.fused, layer.fused, none.fused) == (True, False, False)
+    assert (rms.fused_norm, layer.fused_norm, none.fused_norm) == (True, True, False)
     x = torch.tensor([-1.0, 2.0])
     assert none.activate(x).tolist() == pytest.approx([-0.6321206, 2.0])
     # Without a norm a layer keeps its bias; before a norm it has none with bias=false.
@@ -159,3 +161,43 @@ def test_layer_norm_by_hand():
     norm.weight.data.copy_(torch.tensor([2.0, 3.0]))
     norm.bias.data.copy_(torch.tensor([0.0, 1.0]))
     assert norm(torch.tensor([[1.0, 5.0]])).tolist() == [[-2.0, 4.0]]  # mean 3, deviation 2
+
+
+FUSED = ["rms+silu", "layer+silu", "layer+elu"]
+
+
+def assert_fast_is_plain(module: torch.nn.Module, x: torch.Tensor) -> None:
+    """Results and gradients, with scales and biases that matter."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    found = []
+    for fast in (False, True):
+        use_fast_path(fast, module)
+        layers = [part for part in module.modules() if isinstance(part, ConvLayer | MLP)]
+        assert layers and all(part.fast == (fast and part.has_fast_form) for part in layers)
+        assert any(part.fast for part in layers) == fast
+        y = module(x)
+        weight = torch.linspace(-1.0, 1.0, y.numel()).view(y.shape)
+        found.append([y, *torch.autograd.grad((y * weight).sum(), [x, *module.parameters()])])
+    for plain, quick in zip(*found):
+        assert (quick - plain).norm() <= 1e-4 * plain.norm() + 1e-6
+
+
+@pytest.mark.parametrize("layer", FUSED)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", list(STACKS))
+def test_fused_norms_of_convolutions(name: str, layer: str, bias: bool):
+    stack, style = STACKS[name], layer_style(layer, bias=bias)
+    encoder = StackEncoder(stack, 3, (16, 16), 2, style)
+    assert_fast_is_plain(encoder, torch.rand(2, 3, 16, 16).requires_grad_())
+    decoder = StackDecoder(stack, 3, (16, 16), 2, style)
+    assert_fast_is_plain(decoder, torch.randn(2, *decoder.seed).requires_grad_())
+
+
+@pytest.mark.parametrize("layer", FUSED)
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_norms_of_dense_layers(layer: str, bias: bool):
+    mlp = MLP(5, 8, 2, outputs=3, style=layer_style(layer, bias=bias))
+    assert_fast_is_plain(mlp, torch.randn(4, 2, 5).requires_grad_())

@@ -25,7 +25,7 @@ from tests.gpu.kernel_case import EPS, HALF, agree, dtypes, on_gpu
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("rows, features", [(5, 12), (33, 64), (16, 2048), (5000, 256)])
+@pytest.mark.parametrize("rows, features", [(5, 12), (33, 64), (16, 2048), (5000, 256), (70000, 16)])
 @pytest.mark.parametrize("bias", ["none", "vector", "rows"])
 def test_norm_silu(rows: int, features: int, bias: str):
     x, grad, weight = torch.randn(rows, features), torch.randn(rows, features), torch.rand(features) + 0.5
@@ -155,7 +155,7 @@ def test_reverse_scan(rows: int, steps: int):
 
 
 @pytest.mark.parametrize("members, rows, features", [(1, 5, 24), (5, 768, 512), (1, 8192, 512), (2, 33, 256)])
-@pytest.mark.parametrize("activation", ["mish", "simnorm"])
+@pytest.mark.parametrize("activation", ["mish", "simnorm", "silu", "elu"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_norm_activate(members: int, rows: int, features: int, activation: str, with_bias: bool):
     x, grad = torch.randn(2, members, rows, features)
@@ -173,7 +173,7 @@ def test_norm_activate(members: int, rows: int, features: int, activation: str, 
         agree(found, expected)
 
 
-@pytest.mark.parametrize("activation", ["mish", "simnorm"])
+@pytest.mark.parametrize("activation", ["mish", "simnorm", "silu", "elu"])
 @pytest.mark.parametrize("rows", [7, 1000])
 def test_norm_activate_shared_in_place_and_apart(activation: str, rows: int):
     """One norm for all groups of rows, each with its own bias; written over the input, and into a wider table."""

@@ -274,11 +274,14 @@ def test_resumed_run_equals_uninterrupted_run(name: str, tmp_path: Path, monkeyp
     assert_same_run(tmp_path / "whole", tmp_path / "half")
 
 
-@pytest.mark.parametrize(("name", "fused"), [("v1", False), ("v2", False), ("2023", False), ("2024", True)])
-def test_what_is_fused_can_be_read_off_the_parts(name: str, fused: bool):
-    """With training.fast_path=on the parts of earlier versions keep their plain form."""
+@pytest.mark.parametrize(
+    ("name", "scan", "norms"),
+    [("v1", False, False), ("v2", False, True), ("2023", False, True), ("2024", True, True)],
+)
+def test_what_is_fused_can_be_read_off_the_parts(name: str, scan: bool, norms: bool):
+    """With training.fast_path=on: only 2024 has today's scan, and V1 has no norms."""
     spec = Spec("test", COLOUR, CONTINUOUS)
     words = [RUNS[name][0], "debug=tiny", "training.fast_path=on", "experiment.device=cpu"]
     workflow = assemble_workflow(resolve_config(compose_config(words), spec), spec, torch.device("cpu"))
-    assert workflow.fast and workflow.rssm.fast == workflow.fused == fused
-    assert workflow.actor.mlp.fast == fused
+    assert workflow.fast and workflow.rssm.fast == workflow.fused == scan
+    assert workflow.actor.mlp.fast == norms

@@ -110,7 +110,7 @@ class DreamerActorController(nn.Module):
     @property
     def has_fast_form(self) -> bool:
         """Whether `frozen` and the fused imagination can use this policy."""
-        return self.mlp.has_fast_form and (self.continuous or not self.through_dynamics)
+        return self.mlp.style.fused and (self.continuous or not self.through_dynamics)
 
     def noise_spec(self, *batch: int) -> NoiseSpec:
         """Random values of one sampled action per element: (*batch, k)."""

@@ -1,12 +1,13 @@
-"""Activation(LayerNorm(x + bias) · scale + shift): after every layer of TD-MPC's networks.
+"""Activation(LayerNorm(x + bias) · scale + shift): after every layer of TD-MPC's networks, and of earlier Dreamers'.
 
 Rows are (members, rows, features): an ensemble has a bias, scale and shift for each member, a single network is an
-ensemble of one. Activations: `mish`, or `simnorm` (softmax in groups of neighbours). Arithmetic is float32; the backward
-pass computes the norm again instead of storing it.
+ensemble of one. Activations: `mish`, `silu`, `elu`, or `simnorm` (softmax in groups of neighbours). Arithmetic is
+float32; the backward pass computes the norm again instead of storing it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from torch import nn
 from rl_lab.components.kernels.triton_jit import cdiv, jit, row_tiles, tl
 
 PARTIALS = 256  # programs of a member that each sum the parameters' gradients over their share of the rows
+
+ACTIVATIONS = {"simnorm": 0, "mish": 1, "silu": 2, "elu": 3}  # numbers in the kernels
+
+POINTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mish": nn.functional.mish,
+    "silu": nn.functional.silu,
+    "elu": nn.functional.elu,
+}
 
 LARGE = 20.0  # from here on tanh(softplus(u)) is 1 in float32
 
@@ -35,11 +44,10 @@ def norm_activate_forward(
     z = x.float() if bias is None else x.float() + bias.float().unsqueeze(1)
     normed = nn.functional.layer_norm(z, z.shape[-1:], None, None, eps)
     u = torch.addcmul(shift.float().unsqueeze(1), normed, scale.float().unsqueeze(1))
-    y = (
-        nn.functional.mish(u)
-        if activation == "mish"
-        else torch.softmax(u.unflatten(-1, (-1, group)), -1).flatten(-2)
-    )
+    if activation == "simnorm":
+        y = torch.softmax(u.unflatten(-1, (-1, group)), -1).flatten(-2)
+    else:
+        y = POINTWISE[activation](u)
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
@@ -64,6 +72,11 @@ def norm_activate_backward(
     if activation == "mish":
         t = torch.tanh(nn.functional.softplus(u))
         gu = g * (t + u * (1.0 - t * t) * torch.sigmoid(u))
+    elif activation == "silu":
+        t = torch.sigmoid(u)
+        gu = g * t * (1.0 + u * (1.0 - t))
+    elif activation == "elu":
+        gu = g * torch.exp(u.clamp(max=0.0))
     else:
         y, gy = torch.softmax(u.unflatten(-1, (-1, group)), -1), g.unflatten(-1, (-1, group))
         gu = (y * (gy - (gy * y).sum(-1, keepdim=True))).flatten(-2)
@@ -116,6 +129,20 @@ def fused_norm_activate(
     return norm_activate_forward(x, bias, scale, shift, eps, activation, group, out)
 
 
+def norm_activate_rows(
+    x: torch.Tensor,  # (…, F)
+    bias: torch.Tensor | None,  # (F,)
+    scale: torch.Tensor,  # (F,)
+    shift: torch.Tensor,  # (F,)
+    eps: float,
+    activation: str,
+) -> torch.Tensor:
+    """`fused_norm_activate` of one network, for any number of axes. -> (…, F)."""
+    rows = x.reshape(1, -1, x.shape[-1])
+    given = (None if bias is None else bias[None], scale[None], shift[None])
+    return fused_norm_activate(rows, *given, eps, activation).view(x.shape)
+
+
 @jit
 def _normed(x, bias, at, member, column, mask, inside, F: tl.constexpr, eps, HAS_BIAS: tl.constexpr):  # fmt: skip
     z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -131,7 +158,7 @@ def _normed(x, bias, at, member, column, mask, inside, F: tl.constexpr, eps, HAS
 def _norm_activate_kernel(
     x, bias, scale, shift, out, rows, out_stride, scale_stride, eps, LARGE: tl.constexpr,
     F: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, MISH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     member = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -143,9 +170,13 @@ def _norm_activate_kernel(
     w = tl.load(scale + member * scale_stride + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(shift + member * scale_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = n * w[None, :] + b[None, :]
-    if MISH:
+    if ACTIVATION == 1:  # mish
         e = tl.exp(tl.minimum(u, LARGE))
         y = u * (e * (e + 2.0) / (e * (e + 2.0) + 2.0))
+    elif ACTIVATION == 2:  # silu
+        y = u * tl.sigmoid(u)
+    elif ACTIVATION == 3:  # elu
+        y = tl.where(u > 0.0, u, tl.exp(tl.minimum(u, 0.0)) - 1.0)
     else:
         groups = tl.reshape(u, (ROWS, BLOCK // GROUP, GROUP))
         e = tl.exp(groups - tl.max(groups, 2, keep_dims=True))
@@ -158,7 +189,7 @@ def _norm_activate_kernel(
 def _norm_activate_backward_kernel(
     grad, x, bias, scale, shift, gx, partial, rows, eps, LARGE: tl.constexpr,
     F: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, MISH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     member = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -175,10 +206,15 @@ def _norm_activate_backward_kernel(
         n, r = _normed(x, bias, at, member, column, mask, inside, F, eps, HAS_BIAS)
         g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
         u = n * w + b
-        if MISH:
+        if ACTIVATION == 1:  # mish
             e = tl.exp(tl.minimum(u, LARGE))
             t = e * (e + 2.0) / (e * (e + 2.0) + 2.0)
             gu = g * (t + u * (1.0 - t * t) * tl.sigmoid(u))
+        elif ACTIVATION == 2:  # silu
+            t = tl.sigmoid(u)
+            gu = g * t * (1.0 + u * (1.0 - t))
+        elif ACTIVATION == 3:  # elu
+            gu = g * tl.exp(tl.minimum(u, 0.0))
         else:
             groups = tl.reshape(u, (ROWS, BLOCK // GROUP, GROUP))
             e = tl.exp(groups - tl.max(groups, 2, keep_dims=True))
@@ -217,7 +253,7 @@ def _norm_activate_cuda(
     _norm_activate_kernel[(cdiv(rows, many), members)](
         x, x if bias is None else bias, scale, shift, out, rows, out.stride(1),
         features if len(scale) == members else 0, eps, LARGE,
-        F=features, BLOCK=block, ROWS=many, GROUP=group, HAS_BIAS=bias is not None, MISH=activation == "mish",
+        F=features, BLOCK=block, ROWS=many, GROUP=group, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         num_warps=warps,
     )  # fmt: skip
     return out
@@ -241,7 +277,7 @@ def _norm_activate_backward_cuda(
     partial = torch.empty((members, programs, 3, features), dtype=torch.float32, device=x.device)
     _norm_activate_backward_kernel[(programs, members)](
         grad, x, x if bias is None else bias, scale, shift, gx, partial, rows, eps, LARGE,
-        F=features, BLOCK=block, ROWS=many, GROUP=group, HAS_BIAS=bias is not None, MISH=activation == "mish",
+        F=features, BLOCK=block, ROWS=many, GROUP=group, HAS_BIAS=bias is not None, ACTIVATION=ACTIVATIONS[activation],
         num_warps=warps,
     )  # fmt: skip
     return gx, partial.sum(1)

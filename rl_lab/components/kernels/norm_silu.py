@@ -167,7 +167,7 @@ def _sum_partials_kernel(partial, out, programs, F: tl.constexpr, ROWS: tl.const
 def _tiles(features: int) -> tuple[int, int, int]:
     """Padded width, rows a program handles at once, warps."""
     block = next_power_of_2(features)
-    rows = max(1, min(16, 2048 // block))
+    rows = max(1, 2048 // block)
     return block, rows, 4 if block * rows <= 2048 else 8
 
 

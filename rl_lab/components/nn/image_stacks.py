@@ -108,6 +108,8 @@ class ConvLayer(nn.Module):
     output: without norm and activation, with bias
     """
 
+    fast = False  # bias, norm and activation in one kernel; see fast_path.py
+
     def __init__(
         self,
         inputs: int,
@@ -132,31 +134,39 @@ class ConvLayer(nn.Module):
         self.norm = self.style.make_norm(outputs)
         self.output = output
 
+    @property
+    def has_fast_form(self) -> bool:
+        return self.style.fused_norm
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, inputs, H, W) -> (N, outputs, H', W')."""
-        y = self._transposed(x) if self.transposed else self._convolved(x)
+        apply = self._transposed if self.transposed else self._convolved
+        if self.fast:
+            pixels = apply(x, None).permute(0, 2, 3, 1)
+            return self.style.norm_activate(self.norm, pixels, self.bias).permute(0, 3, 1, 2)
+        y = apply(x, self.bias)
         if self.output:
             return y
         if self.style.norm != "none":
             y = self.norm(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         return self.style.activate(y)
 
-    def _convolved(self, x: torch.Tensor) -> torch.Tensor:
+    def _convolved(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not self.same:
-            return F.conv2d(x, self.weight, self.bias, self.stride)
+            return F.conv2d(x, self.weight, bias, self.stride)
         # An odd rest of the padding is on the right and at the bottom.
         total = self.kernel - self.stride
         low, high = total // 2, total - total // 2
         if low == high:
-            return F.conv2d(x, self.weight, self.bias, self.stride, padding=low)
-        return F.conv2d(F.pad(x, (low, high, low, high)), self.weight, self.bias, self.stride)
+            return F.conv2d(x, self.weight, bias, self.stride, padding=low)
+        return F.conv2d(F.pad(x, (low, high, low, high)), self.weight, bias, self.stride)
 
-    def _transposed(self, x: torch.Tensor) -> torch.Tensor:
+    def _transposed(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not self.same:
-            return F.conv_transpose2d(x, self.weight, self.bias, self.stride)
+            return F.conv_transpose2d(x, self.weight, bias, self.stride)
         # In torch's terms: cropped by `low`, and on the right as far as the size is wrong.
         total = self.kernel - self.stride
-        y = F.conv_transpose2d(x, self.weight, self.bias, self.stride, padding=total // 2)
+        y = F.conv_transpose2d(x, self.weight, bias, self.stride, padding=total // 2)
         height, width = x.shape[-2] * self.stride, x.shape[-1] * self.stride
         return y if y.shape[-2] == height else y[..., :height, :width]
 

@@ -53,8 +53,25 @@ class LayerStyle:
 
     @property
     def fused(self) -> bool:
-        """Whether the fused kernels compute such layers."""
+        """Whether the fused scan and imagination compute such layers."""
         return (self.norm, self.act, self.bias) == ("rms", "silu", True)
+
+    @property
+    def fused_norm(self) -> bool:
+        """Whether one kernel computes the norm and the activation."""
+        return (self.norm, self.act) in (("rms", "silu"), ("layer", "silu"), ("layer", "elu"))
+
+    def norm_activate(self, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Activation of the norm of x + bias, in one kernel. x: (…, features) -> (…, features)."""
+        # The norm adds the bias: its backward pass computes both gradients together.
+        if isinstance(norm, RMSNorm):
+            from rl_lab.components.kernels.norm_silu import norm_silu
+
+            return norm_silu(x, norm.weight, norm.eps, bias)
+        from rl_lab.components.kernels.norm_activate import norm_activate_rows
+
+        assert isinstance(norm, LayerNorm)
+        return norm_activate_rows(x, bias, norm.weight, norm.bias, norm.eps, self.act)
 
     def make_norm(self, features: int) -> nn.Module:
         if self.norm == "none":
@@ -199,7 +216,7 @@ class MLP(nn.Module):
                0.4. (In the original, XLA removes such a rounding, because a cast to float32 follows.)
     """
 
-    fast = False  # norm and SiLU in one kernel; see fast_path.py
+    fast = False  # norm and activation in one kernel; see fast_path.py
 
     def __init__(
         self,
@@ -228,16 +245,13 @@ class MLP(nn.Module):
 
     @property
     def has_fast_form(self) -> bool:
-        return self.style.fused
+        return self.style.fused_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, inputs) -> (…, outputs), or (…, units) without `outputs`."""
         if self.fast:
-            from rl_lab.components.kernels.norm_silu import norm_silu
-
             for linear, norm in zip(self.linears, self.norms):
-                # The norm adds the bias: its backward pass computes both gradients together.
-                x = norm_silu(F.linear(x, linear.weight), norm.weight, norm.eps, linear.bias)
+                x = self.style.norm_activate(norm, F.linear(x, linear.weight), linear.bias)
         else:
             for linear, norm in zip(self.linears, self.norms):
                 x = self.style.activate(norm(linear(x)))

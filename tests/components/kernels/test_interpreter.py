@@ -241,14 +241,14 @@ def compare_norm_activate(rows: int, activation: str, with_bias: bool) -> None:
     assert not wide[..., features:].any()
 
 
-@pytest.mark.parametrize("activation", ["mish", "simnorm"])
+@pytest.mark.parametrize("activation", ["mish", "simnorm", "silu", "elu"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @launches("_norm_activate_kernel", "_norm_activate_backward_kernel")
 def test_norm_activate(activation: str, with_bias: bool):
     compare_norm_activate(5, activation, with_bias)
 
 
-@pytest.mark.parametrize("activation", ["mish", "simnorm"])
+@pytest.mark.parametrize("activation", ["mish", "simnorm", "silu", "elu"])
 @launches("_norm_activate_kernel", "_norm_activate_backward_kernel")
 def test_norm_activate_of_several_rows(activation: str, several_rows):
     compare_norm_activate(21, activation, True)
