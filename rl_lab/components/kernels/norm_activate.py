@@ -7,7 +7,6 @@ float32; the backward pass computes the norm again instead of storing it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +17,6 @@ from rl_lab.components.kernels.triton_jit import cdiv, jit, row_tiles, tl
 PARTIALS = 256  # programs of a member that each sum the parameters' gradients over their share of the rows
 
 ACTIVATIONS = {"simnorm": 0, "mish": 1, "silu": 2, "elu": 3}  # numbers in the kernels
-
-POINTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "mish": nn.functional.mish,
-    "silu": nn.functional.silu,
-    "elu": nn.functional.elu,
-}
 
 LARGE = 20.0  # from here on tanh(softplus(u)) is 1 in float32
 
@@ -47,7 +40,7 @@ def norm_activate_forward(
     if activation == "simnorm":
         y = torch.softmax(u.unflatten(-1, (-1, group)), -1).flatten(-2)
     else:
-        y = POINTWISE[activation](u)
+        y = getattr(nn.functional, activation)(u)
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
