@@ -38,6 +38,11 @@ SPECS = {
     ),
 }
 BATCH = {"low_dim": 256, "image": 64}  # as published
+HORIZONS = [
+    "algorithm.horizon=16",
+    "algorithm.observation_horizon=2",
+    "algorithm.action_horizon=8",
+]  # as published
 WARM_UP = 5  # calls; the fourth is captured
 
 
@@ -79,7 +84,7 @@ def row(name: str, milliseconds: float) -> Row:
 
 def built(size: str, spec: Spec, device: torch.device) -> Any:
     words = ["experiment=diffusion_policy_lunarlander", f"size={size}", f"experiment.device={device.type}"]
-    words += [f"algorithm.batch_size={BATCH.get(size, 64)}", "algorithm.learning_rate=1.0e-4"]
+    words += [f"algorithm.batch_size={BATCH.get(size, 64)}", "algorithm.learning_rate=1.0e-4", *HORIZONS]
     config = compose_config(words)
     OmegaConf.set_struct(config, False)
     config.controllers.pop("expert")
