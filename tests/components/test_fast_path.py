@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +50,24 @@ def test_compiling_is_a_separate_switch():
     with compiling(False):
         double(torch.ones(2))
     assert calls == [False]
+
+
+def test_compiling_does_not_change_which_warnings_are_shown(monkeypatch: pytest.MonkeyPatch):
+    """A package that the compiler imports asked for every deprecation: 2 million lines in a run's log."""
+
+    def compiler(function, **options):
+        def call(x: torch.Tensor) -> torch.Tensor:
+            warnings.simplefilter("always")
+            return function(x)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    double = compiled_pointwise(lambda x: 2 * x)
+    before = list(warnings.filters)
+    with compiling():
+        assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert warnings.filters == before
 
 
 def test_fast_path_setting():

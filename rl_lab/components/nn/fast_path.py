@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.util
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -79,7 +80,8 @@ def compiled_pointwise(function: Callable[..., torch.Tensor]) -> Callable[..., t
     def call(*arguments: Any) -> torch.Tensor:
         if not getattr(_compiling, "on", False) or torch.compiler.is_compiling():
             return function(*arguments)
-        if not compiled:
+        first = not compiled
+        if first:
             limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(limit, RECOMPILE_LIMIT)
             compiled.append(torch.compile(function, fullgraph=True))
@@ -87,7 +89,9 @@ def compiled_pointwise(function: Callable[..., torch.Tensor]) -> Callable[..., t
             if isinstance(argument, torch.Tensor):
                 for axis in range(argument.ndim - 1):
                     torch._dynamo.maybe_mark_dynamic(argument, axis)
-        return compiled[0](*arguments)
+        # What the compiler imports may change which warnings are shown: then every environment step could print some.
+        with warnings.catch_warnings() if first else contextlib.nullcontext():
+            return compiled[0](*arguments)
 
     return call
 
