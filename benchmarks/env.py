@@ -32,10 +32,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rl_lab.environments import make as make_module
 from rl_lab.environments import make_env
 from rl_lab.environments.env_runner import episode_seed
 from rl_lab.environments.spec import action_mapping
+from rl_lab.environments.task_names import split
 from rl_lab.errors import LabError
 from rl_lab.records import Spec
 
@@ -289,7 +289,7 @@ def gymnasium_bytes_per_step(make: Callable[[], gymnasium.Env]) -> int:
 
 def plain_environment(task: str) -> Callable[[], gymnasium.Env]:
     """Return the factory of the suite's environment without RL Lab's wrappers."""
-    name, module, rest = make_module._split(task)
+    name, module, rest = split(task)
     adapter = importlib.import_module(module)
     resolved = adapter.resolve(rest) if hasattr(adapter, "resolve") else rest
     handled = dict.fromkeys(getattr(adapter, "HANDLES", ()))

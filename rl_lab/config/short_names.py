@@ -101,7 +101,7 @@ def long_form(name: str, value: str, environments: Sequence[str]) -> str:
 
 def environment_words(name: str, environments: Sequence[str]) -> str | None:
     """Return the words that choose an environment by the name of its config or of its task."""
-    from rl_lab.environments.make import task_words
+    from rl_lab.environments.task_names import task_words
 
     return f"environment={name}" if name in environments else task_words(name) or None
 

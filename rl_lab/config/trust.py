@@ -249,7 +249,7 @@ def _check_environment(node: Mapping[Any, Any], path: str) -> None:
             for task in value if isinstance(value, list) else [value]:
                 _check_task(task, None, where)
         elif key == "suite":
-            from rl_lab.environments.make import suites
+            from rl_lab.environments.task_names import suites
 
             if value is not None and value not in suites():
                 raise UntrustedError(f"{where} is {_shown(value)}, which is no installed suite: {TRUST}")
@@ -268,7 +268,7 @@ def _check_task(task: Any, suite: Any, where: str) -> None:
     """Allow `suite/task` of an installed suite and ids that Gymnasium knows, but no import paths."""
     import gymnasium
 
-    from rl_lab.environments.make import canonical, suites, with_suite
+    from rl_lab.environments.task_names import canonical, suites, with_suite
 
     if isinstance(task, str) and _TASK.fullmatch(task) and ".." not in task:
         named = canonical(with_suite(task, suite if isinstance(suite, str) else None))

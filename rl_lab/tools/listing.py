@@ -148,7 +148,7 @@ def describe_suites() -> list[tuple[str, str, str, str, str]]:
     import importlib.util
 
     try:
-        from rl_lab.environments.make import suites
+        from rl_lab.environments.task_names import suites
     except ImportError as error:
         return [("-", "missing", "", "", f"environments cannot be loaded ({error}); run rl-lab doctor")]
     extras = declared()
@@ -178,7 +178,7 @@ def describe_suites() -> list[tuple[str, str, str, str, str]]:
 
 def tasks_of(suite: str) -> list[str]:
     """Return every task of a suite; LabError if it is unknown or not installed."""
-    from rl_lab.environments.make import suites
+    from rl_lab.environments.task_names import suites
 
     known = suites()
     if suite not in known:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from rl_lab.environments.make import with_suite
+from rl_lab.environments.task_names import with_suite
 
 DATA = Path(__file__).with_name("published.yaml")
 CURVES = Path(__file__).with_name("published_curves.yaml")

@@ -9,7 +9,7 @@ import pytest
 import rl_lab
 from rl_lab.config.checks import CONFIG_FOLDER
 from rl_lab.config.compose import compose_config, known_choices
-from rl_lab.environments.make import suites
+from rl_lab.environments.task_names import suites
 from rl_lab.errors import MissingPackageError
 from tests.config.stored_data import dmc_demonstrations, pusht_demonstrations, stored_data
 from tests.environments.suites.suite_cases import use_stand_in

@@ -3,7 +3,8 @@ import pytest
 
 from rl_lab.config.compose import CONFIG_FOLDER, compose_config
 from rl_lab.environments import env_config_options, make_env
-from rl_lab.environments.make import canonical, probe_spec, with_suite
+from rl_lab.environments.make import probe_spec
+from rl_lab.environments.task_names import canonical, with_suite
 from rl_lab.errors import ConfigError
 
 

@@ -7,8 +7,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from rl_lab.environments import env_config_options, make_env, probe_spec
-from rl_lab.environments import make as make_module
+from rl_lab.environments import env_config_options, make_env, probe_spec, task_names
 from rl_lab.errors import ConfigError, MissingPackageError, install_line
 from rl_lab.records import ActionSpec, ArraySpec
 from tests.environments import sample_envs
@@ -139,7 +138,7 @@ def test_missing_package_has_install_line(tmp_path, monkeypatch):
         "EXTRA = 'atari'\ndef make(task, *, render):\n    import package_that_is_not_there\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(make_module.SUITES, "other", "adapter_without_package")
+    monkeypatch.setitem(task_names.SUITES, "other", "adapter_without_package")
     with pytest.raises(MissingPackageError, match=r"other/x needs .*package_that_is_not_there") as caught:
         make_env("other/x")
     assert str(caught.value).endswith(f": {install_line('atari')}")
@@ -164,7 +163,7 @@ def test_missing_module_without_extra(extra, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "adapter_of_others", raising=False)
-    monkeypatch.setitem(make_module.SUITES, "other", "adapter_of_others")
+    monkeypatch.setitem(task_names.SUITES, "other", "adapter_of_others")
 
     def own_environment():
         import cv2_that_is_not_there  # noqa: F401
@@ -188,11 +187,11 @@ def test_suite_of_other_package(tmp_path, monkeypatch):
         "    return env\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    point = importlib.metadata.EntryPoint("their", "their_suite", make_module.ENTRY_POINTS)
+    point = importlib.metadata.EntryPoint("their", "their_suite", task_names.ENTRY_POINTS)
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [point] if group == point.group else []
     )
-    assert make_module.suites()["their"] == "their_suite"
+    assert task_names.suites()["their"] == "their_suite"
     with make_env("their/any", 1, action_repeat=4) as env:
         env.reset()
         assert env.spec.action_repeat == 4 and env.step([0])[1][0] == 1.0  # no additional ActionRepeat

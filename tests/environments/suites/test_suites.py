@@ -6,8 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from rl_lab.environments import make as make_module
-from rl_lab.environments import make_env
+from rl_lab.environments import make_env, task_names
 from rl_lab.tools.check_env import check_env
 from tests.environments.suites.suite_cases import CASES, LIMIT, PACKAGES, each_case, needs, suite_of
 from tests.environments.test_vector import assert_same, roll
@@ -15,7 +14,7 @@ from tests.environments.test_vector import assert_same, roll
 
 def test_every_suite_has_cases():
     # `multitask` consists of the others and has separate tests.
-    assert {suite_of(task) for task in CASES} == set(make_module.SUITES) - {"multitask"} == set(PACKAGES)
+    assert {suite_of(task) for task in CASES} == set(task_names.SUITES) - {"multitask"} == set(PACKAGES)
 
 
 @pytest.mark.parametrize("task", each_case())
@@ -79,7 +78,7 @@ def check_ends(rows, limited):
 
 
 def test_suites_list_tasks():
-    for suite, module in make_module.SUITES.items():
+    for suite, module in task_names.SUITES.items():
         adapter = importlib.import_module(module)
         names = adapter.tasks()
         assert isinstance(adapter.EXTRA, str)
@@ -90,4 +89,4 @@ def test_suites_list_tasks():
 
 def test_registered_id_takes_precedence():
     assert "CarRacing-v3" in gymnasium.registry
-    assert make_module._split("CarRacing-v3")[1] == make_module.SUITES["gym"]
+    assert task_names.split("CarRacing-v3")[1] == task_names.SUITES["gym"]
