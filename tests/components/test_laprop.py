@@ -176,6 +176,14 @@ def test_a_masked_step_decays_nothing():
 def test_which_weights_decay():
     layer = BlockLinear(4, 6, blocks=2)
     assert is_decayed(layer.weight) and not is_decayed(layer.bias)  # a bias of three axes
+    found = []
+    for decay in (0.0, 0.5):
+        alone = nn.Parameter(torch.ones(2))  # in a group without weights
+        optimizer = LaProp([alone], lr=0.1, warmup=0, weight_decay=decay)
+        alone.grad = torch.ones(2)
+        optimizer.step()
+        found.append(alone.detach().clone())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(

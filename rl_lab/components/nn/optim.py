@@ -141,9 +141,9 @@ class LaProp(torch.optim.Optimizer):
             ahead = list(torch._foreach_mul(momentum, beta1))
             torch._foreach_addcdiv_(ahead, grads, size, value=1.0 - beta1)
         change = torch._foreach_mul(ahead, list(scale1.unbind()))
-        if decay:
+        which = [index for index, p in enumerate(params) if is_decayed(p)] if decay else []
+        if which:
             rates = (rate * decay).expand(len(params)).unbind()
-            which = [index for index, p in enumerate(params) if is_decayed(p)]
             shrink = torch._foreach_mul([params[index] for index in which], [rates[index] for index in which])
             torch._foreach_add_([change[index] for index in which], shrink)
         torch._foreach_sub_(params, change)
