@@ -13,6 +13,7 @@ from rl_lab.environments.task_names import suites
 from rl_lab.errors import MissingPackageError
 from tests.config.stored_data import dmc_demonstrations, pusht_demonstrations, stored_data
 from tests.environments.suites.suite_cases import use_stand_in
+from tests.host_reads import host_reads
 
 SLOW = {
     "dreamer_memory_maze",
@@ -35,7 +36,7 @@ QUIET = ["logging.progress=off", "logging.tensorboard=false"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_trains(name: str, tmp_path: Path):
+def test_every_experiment_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     own, run_name = OWN.get(name, ([], name))
     words = [f"experiment={name}", "debug=tiny", *QUIET, *own, f"run_dir={tmp_path / 'run'}"]
     words += stored_data(name, tmp_path)
@@ -47,9 +48,12 @@ def test_every_experiment_trains(name: str, tmp_path: Path):
     use_stand_in(config.environment.get("suite"))
     assert config.experiment.name == run_name
     try:
-        run = rl_lab.train(None, words)
+        with host_reads(monkeypatch, eager_calls=1) as reads:
+            run = rl_lab.train(None, words)
     except MissingPackageError as error:
         pytest.skip(f"not run: {error}")
+    if config.training.capture:
+        assert not reads.found  # a GPU could not capture its updates
     if "demonstrations" in config.buffers:  # a fixed number of updates
         assert run.counters["updates"] == config.algorithm.updates
     else:

@@ -1,37 +1,22 @@
-"""On a CPU: steps that CUDA records as a graph neither read tensors on the host nor make them from its numbers.
-
-A recorded graph cannot do either, so that a step which does fails on a GPU, in its fourth call.
-"""
+"""On a CPU: steps that CUDA records as a graph neither read tensors on the host nor make them from its numbers."""
 
 from __future__ import annotations
 
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from rl_lab.buffers.batches import BatchStream
 from rl_lab.components.nn.optim import FusedUpdate
-from rl_lab.orchestration.updates import EAGER_CALLS, Capture, HookRunner
+from rl_lab.orchestration.updates import EAGER_CALLS, HookRunner
 from rl_lab.records import ActMode
 from tests.gpu import test_dreamer_versions as versions
 from tests.gpu import test_workflows as workflows
 from tests.gpu.gpu_case import built, losses
+from tests.host_reads import HostReads, host_reads
 from tests.workflows.imitation_case import PIXELS, VECTOR, demonstrations, measured, observations
 from tests.workflows.imitation_case import built as built_imitation
-
-FROM_HOST = {torch.tensor: "torch.tensor", torch.from_numpy: "torch.from_numpy"}
-TO_HOST = {
-    getattr(torch.Tensor, name): f"Tensor.{name}"
-    for name in ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-} | {torch.nonzero: "torch.nonzero", torch.masked_select: "torch.masked_select"}
-# PyTorch's Adam counts on the host on a CPU, on the device (`capturable`) where it is captured.
-ALLOWED = "optimizer.step()"
 
 UPDATES = [
     pytest.param(words, hook, id=f"{name}-{hook}")
@@ -40,50 +25,11 @@ UPDATES = [
 ] + [pytest.param(versions.CASES[name], hook, id=f"{name}-{hook}") for name, hook in versions.HOOKS]
 
 
-class HostReads(TorchFunctionMode):
-    """Collects lines of rl_lab that read from the device or copy to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = FROM_HOST.get(func) or TO_HOST.get(func)
-        if func is torch.as_tensor and not isinstance(args[0], torch.Tensor):
-            name = "torch.as_tensor"
-        if func is torch.Tensor.__getitem__ and getattr(args[1], "dtype", None) == torch.bool:
-            name = "an index of bools"
-        if name:
-            lines = [line for line in traceback.extract_stack() if "/rl_lab/" in line.filename]
-            if lines and lines[-1].line != ALLOWED:
-                place = lines[-1]
-                self.found.add(f"{place.filename}:{place.lineno} {name}: {place.line}")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostReads]:
-    """Check what `Capture` would record: each call after the eager ones."""
-    mode, calls = HostReads(), Counter[int]()
-
-    def call(self: Capture, *arguments: Any, key: Any = None) -> Any:
-        calls[id(self)] += 1
-        if calls[id(self)] <= EAGER_CALLS:
-            return self.function(*arguments)
-        with mode:
-            return self.function(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Capture, "__call__", call)
-        yield mode
-    assert not calls or max(calls.values()) > EAGER_CALLS
-
-
 @pytest.mark.parametrize(("words", "hook"), UPDATES)
 def test_updates(words: list[str], hook: str, monkeypatch: pytest.MonkeyPatch):
     with host_reads(monkeypatch) as reads:
         losses(built(*words, "experiment.device=cpu", "training.precision=float32", hook=hook), hook)
-    assert not reads.found
+    assert reads.calls >= 5 and not reads.found
 
 
 ACTING = {
@@ -101,11 +47,11 @@ def test_acting(case: str):
     hook = "update_tokenizer" if "iris" in case else "update"
     run = built(*ACTING[case], "experiment.device=cpu", "training.precision=float32", hook=hook)
     reads = HostReads()
-    run.workflow.act = checked(run.workflow.act, reads)
+    run.workflow.act = reads.checked(run.workflow.act)
     for _ in range(EAGER_CALLS + 2):
         run.workflow.collect_step(0, phase={})
     run.close()
-    assert not reads.found
+    assert reads.calls == 2 and not reads.found
 
 
 @pytest.mark.parametrize("spec", [VECTOR, PIXELS], ids=["vector", "pixels"])
@@ -119,27 +65,13 @@ def test_imitation(algorithm: str, spec: Any, monkeypatch: pytest.MonkeyPatch):
     with host_reads(monkeypatch) as reads:
         for _ in range(EAGER_CALLS + 1):
             runner.run(stream, {"progress": 0.0}, {"updates": 0}, key=None)
-    act, state = checked(workflow.act, reads), workflow.initial_policy_state(3)
+    act, state = reads.checked(workflow.act), workflow.initial_policy_state(3)
     for _ in range(EAGER_CALLS + 2):
         first = torch.ones(3, dtype=torch.bool)
         # As in ActRunner: the variant is read before.
         mode = ActMode(generator=torch.Generator(), variant=workflow.act_variant(state, first))
         _, state, _ = act(observations(spec, 3), state, first, mode)
-    assert not reads.found
-
-
-def checked(function: Callable[..., Any], reads: HostReads) -> Callable[..., Any]:
-    """The function, with `reads` around the calls after the eager ones."""
-    calls = Counter[str]()
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        calls["all"] += 1
-        if calls["all"] <= EAGER_CALLS:
-            return function(*arguments, **named)
-        with reads:
-            return function(*arguments, **named)
-
-    return call
+    assert reads.calls == 3 and not reads.found
 
 
 def test_what_cannot_be_recorded_is_found():
