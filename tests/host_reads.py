@@ -66,10 +66,10 @@ class HostReads(TorchFunctionMode):
 def host_reads(monkeypatch: pytest.MonkeyPatch, eager_calls: int = EAGER_CALLS) -> Iterator[HostReads]:
     """Check what `Capture` would record: each call after the eager ones."""
     reads = HostReads()
-    steps: dict[int, Callable[..., Any]] = {}  # by the address of their Capture
+    steps: dict[Capture, Callable[..., Any]] = {}
 
     def call(self: Capture, *arguments: Any, key: Any = None) -> Any:
-        step = steps.setdefault(id(self), reads.checked(self.function, eager_calls))
+        step = steps.setdefault(self, reads.checked(self.function, eager_calls))
         return step(*arguments)
 
     with monkeypatch.context() as patch:

@@ -16,9 +16,8 @@ from typing import Any
 
 GRACE_S = 5.0
 
-STOPPED = (
-    75  # exit status of a process whose run was stopped and saved; EX_TEMPFAIL of sysexits.h: try again later
-)
+# Exit status of a process whose run was stopped and saved; EX_TEMPFAIL of sysexits.h: try again later.
+STOPPED = 75
 # The variable of the exit status of `rl-lab train` for such a run; without it, 0.
 STOPPED_VARIABLE = "RL_LAB_STOPPED_STATUS"
 

@@ -91,17 +91,14 @@ def test_fast_path_gives_the_plain_numbers(case: str):
 
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_stays_near_float32(case: str):
-    """On the same rows, in at least two of five seeds: in these small nets one sample that differs changes the losses."""
-    words, near = [*CASES[case], RANDOM_ROWS], []
-    for seed in range(5):
-        same = [*words, f"experiment.seed={seed}"]
-        exact, gradients = one_update("training.precision=float32", "training.fast_path=off", *same)
-        rough, low = one_update("training.precision=bfloat16", "training.fast_path=on", *same)
-        size = sum(abs(value) for name, value in exact.items() if "loss/" in name)
-        everything = [torch.cat(list(found.values())) for found in (gradients, low)]
-        cosine = torch.nn.functional.cosine_similarity(*everything, dim=0)
-        near.append((abs(exact["loss"] - rough["loss"]) / size, float(cosine)))
-    assert sum(difference < 0.01 and cosine > 0.99 for difference, cosine in near) >= 2, near
+    """On the same rows. In a large batch, as one sample of a state that differs changes the losses of a small one."""
+    words = [*CASES[case], RANDOM_ROWS, "algorithm.batch_size=64"]
+    exact, gradients = one_update("training.precision=float32", "training.fast_path=off", *words)
+    rough, low = one_update("training.precision=bfloat16", "training.fast_path=on", *words)
+    size = sum(abs(value) for name, value in exact.items() if "loss/" in name)
+    assert abs(exact["loss"] - rough["loss"]) / size < 0.01
+    everything = [torch.cat(list(found.values())) for found in (gradients, low)]
+    assert torch.nn.functional.cosine_similarity(*everything, dim=0) > 0.99
 
 
 @pytest.mark.parametrize("case", CASES)

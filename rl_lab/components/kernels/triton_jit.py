@@ -62,6 +62,6 @@ else:
 def row_tiles(rows: int, features: int) -> tuple[int, int, int]:
     """Tiles of kernels that norm rows (rows, features): padded width, rows of a program, warps."""
     block = next_power_of_2(features)
-    many = max(1, min(8, 2048 // block)) if block >= 128 else 1024 // block
+    many = max(1, min(8, 2048 // block), 1024 // block)
     group = 1 if rows <= 4096 else many  # few rows: spread them over the chip
     return block, group, 4 if block * group <= 2048 else 8
